@@ -146,7 +146,7 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
     stages on a rank, which are a chain, the order of branches alone."""
     request = line.point.request
     if not request.side_by_side:
-        yield from search.branch_orders(line.point)
+        yield from search.cuts_in_branch_orders(line.point)
         return
     treatments = request.treatments if search.pressed else ()
     for order in request.orders_to_try:

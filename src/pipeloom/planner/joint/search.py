@@ -443,13 +443,13 @@ class JointSearch:
             seen[layout] += judged is None or judged.fits
             if judged is None and layout not in reordered and not layout.in_line:
                 reordered.add(layout)
-                for other in self.branch_orders(point):
+                for other in self.cuts_in_branch_orders(point):
                     self.judge(other, "branches")
             if self.places <= TINY and not layout.in_line and not self._near(CLOSEST):
                 for planner, found in self.seeds(point.request, self.ledger):
                     self.judge(found, planner)
 
-    def branch_orders(self, point: Point) -> Iterator[Point]:
+    def cuts_in_branch_orders(self, point: Point) -> Iterator[Point]:
         """Cuts whose ranks take equally long, in several orders of branches."""
         request = point.request
         for order in request.orders_to_try:
