@@ -334,7 +334,7 @@ class JointSearch:
         return judged
 
     def _simulated(self, point: Point) -> Judged:
-        """With as much freed as caps ask for."""
+        """With as much freed as caps ask for; of a small model's DAG, with schedules of chains, too."""
         request, search, cuts = point.request, point.search, point.cuts
         found = fit_caps(request, search, cuts)
         tries = [found]
@@ -348,6 +348,9 @@ class JointSearch:
             found = fit_caps(request, search, cuts)
             tries.append(found)
         best = min(tries, key=key_of)
+        if self.places <= TINY and not request.layout.in_line and request.orders_to_try:
+            in_a_row = replace(request, options=replace(request.options, branches=False))
+            best = min(best, fit_caps(in_a_row, best.search, cuts), key=key_of)
         self.pressed = self.pressed or any(best.over) or any(map(bool, best.policy.stages))
         return Judged(point, best, key_of(best))
 
