@@ -2,13 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from deep import TANH
 from refusals import refused
 
-from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.errors import BatchError, ConfigError, CutError, PipeloomError
+from pipeloom.runtime.batches import loss_shares
+from pipeloom.tracer.capture import capture
 from pipeloom.tracer.job import load_job
 
 GOOD = """
@@ -105,6 +110,45 @@ def test_errors_of_the_users_code_are_told_with_their_lines(
         load_job(spec)
     assert message in str(caught.value)
     assert isinstance(caught.value.__cause__, error)
+
+
+def fails(*given: object) -> None:
+    raise KeyError("the user's own")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"batch": lambda rows: {}}, ConfigError, "Job.batch"),
+        ({"batch": fails}, ConfigError, "test_job.py"),
+        ({"model": lambda config: torch.nn.Linear(2, 2)}, ConfigError, "'config'"),
+        ({"model": fails}, ConfigError, "test_job.py"),
+        ({"modules": ["0", "1"]}, CutError, "Job.modules"),
+    ],
+)
+def test_what_does_not_fit_a_job_is_refused(
+    given: dict[str, object], error: type[PipeloomError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        capture(replace(TANH, **given), 2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (lambda: 1, ConfigError, "one argument"),
+        (fails, ConfigError, "test_job.py"),
+        (lambda part: "many", BatchError, "a str"),
+        (lambda part: part["x"], BatchError, "a Tensor"),
+        (lambda part: -1, BatchError, "-1"),
+        (lambda part: 0, BatchError, "no token"),
+    ],
+)
+def test_what_is_no_weight_is_refused(
+    weight: Callable[..., object], error: type[PipeloomError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        loss_shares([{"x": torch.ones(2)}], weight)
 
 
 def test_a_job_may_end_the_process(folder: Path) -> None:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError, PipeloomError
+
+T = TypeVar("T")
 
 
 def _named(folder: Path) -> tuple[str, ...]:
@@ -89,6 +92,24 @@ def own_errors_told(what: str) -> Iterator[None]:
             raise
         text = str(error).strip() or "no message"
         raise ConfigError(f"{what}: {kind}: {text}{at(', '.join(lines))}") from error
+
+
+def call_own(name: str, function: Callable[..., T], *given: object, hint: str) -> T:
+    """What a function of the user's returns, which messages call by that name.
+
+    Raises: ConfigError if it takes other arguments, and for an exception in it; see `own_errors_told`.
+    """
+    try:
+        signature(function).bind(*given)
+    except TypeError as error:
+        how_many = {0: "without arguments", 1: "with one argument"}
+        what = how_many.get(len(given), f"with {len(given)} arguments")
+        where = at(definition_of(function))
+        raise ConfigError(f"{name} cannot be called {what}: {error}{where}", hint=hint) from None
+    except ValueError:  # of a builtin, of which Python does not know
+        pass
+    with own_errors_told(f"{name} fails"):
+        return function(*given)
 
 
 def user_line(frame: FrameType | None = None) -> str:

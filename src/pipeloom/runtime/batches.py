@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..ir.errors import BatchError, CommunicationError, PipeloomError
+from ..ir.errors import BatchError, CommunicationError, PipeloomError, of_type
 from ..ir.stages import StageGraph
+from ..ir.user_code import call_own
 from .channel import Channel
 from .rank import Microbatch
 
@@ -69,19 +70,36 @@ def microbatch_rows(rows: int, parts: int) -> list[int]:
     return [rows // parts + 1] * more + [rows // parts] * (parts - more)
 
 
-def loss_shares(
-    parts: Sequence[Mapping[str, Tensor]], weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None
-) -> list[float]:
+Weight: TypeAlias = Callable[[Mapping[str, Tensor]], "float | Tensor"]
+
+
+def loss_shares(parts: Sequence[Mapping[str, Tensor]], weight: Weight | None) -> list[float]:
     """Each micro-batch's share of the step's loss; they add up to 1.
 
     parts: the inputs of all micro-batches.  weight: of one of them; None for its number of rows.
-    Raises: BatchError if no micro-batch has any weight.
+    Raises: BatchError if no micro-batch has any weight, or one a weight that is no number; ConfigError if the
+        user's function takes other arguments, or fails.
     """
-    weights = [float(weight(part)) if weight else float(len(next(iter(part.values())))) for part in parts]
+    weights = [
+        _own_weight(weight, part) if weight else float(len(next(iter(part.values())))) for part in parts
+    ]
     total = sum(weights)
     if total <= 0:
         raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
     return [each / total for each in weights]
+
+
+def _own_weight(weight: Weight, part: Mapping[str, Tensor]) -> float:
+    hint = "it gets a micro-batch, and returns how many of its tokens count for the loss"
+    count = call_own("Job.weight", weight, part, hint=hint)
+    try:
+        number = float(count)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several
+        number = nan
+    if not 0 <= number < inf:
+        got = number if isinstance(count, int | float) else of_type(count)
+        raise BatchError(f"Job.weight returned {got}, which counts no tokens", hint=hint)
+    return number
 
 
 def off_mean(whole: float, parts: Sequence[float], rows: Sequence[int], *, least: float = 1e-12) -> float:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..ir.errors import CaptureError, of_type
-from ..ir.user_code import at, user_line
+from ..ir.user_code import at, call_own, user_line
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
 from .tensors import StorageView, written_by
@@ -416,7 +416,9 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
         why = "it returns tensors made elsewhere" if elsewhere else ""
     except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
         with torch.random.fork_rng(devices=[]), constructor_draws():
-            model = build()
+            model = call_own(
+                "the function that makes the model", build, hint="give its class, or lambda: Net(config)"
+            )
         if not isinstance(model, nn.Module):
             raise CaptureError(
                 f"the function that makes the model returned {of_type(model)}", hint="return an nn.Module"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..ir.errors import ConfigError, did_you_mean, of_type
-from ..ir.user_code import load_user_file, own_errors_told
+from ..ir.user_code import call_own, load_user_file, own_errors_told
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,20 +83,10 @@ def load_job(spec: str) -> Job:
         what = "has no function" if function is None else "has something that is not a function under"
         known = [n for n in vars(module) if callable(getattr(module, n))]
         raise ConfigError(f"{where} {what} {name}", hint=did_you_mean(name, known, _HINT))
-    job = _call(spec, function)
+    job = call_own(spec, function, hint=_HINT)
     if not isinstance(job, Job):
         raise ConfigError(f"{spec} returned {of_type(job)} instead of a pipeloom.Job", hint=_HINT)
     return job
-
-
-def _call(spec: str, function: object) -> object:
-    assert callable(function)
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ConfigError(f"{spec} cannot be called without arguments: {error}", hint=_HINT) from None
-    with own_errors_told(f"{spec} fails"):
-        return function()
 
 
 def _from_name(name: str, function: str) -> ModuleType:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ir.errors import CaptureError, ConfigError, of_type
-from ..ir.user_code import at, own_definition, raised_at
+from ..ir.user_code import at, call_own, own_definition, raised_at
 from .job import Job
 from .random import one_thread_at_a_time
 
@@ -25,9 +25,12 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
 
     A job may seed them to make its batch; a rank that is a thread must not do so while another initialises
     its weights.
+
+    Raises: ConfigError if it takes other arguments, or fails.
     """
+    hint = "it gets a seed and a number of rows, and returns a dictionary of tensors"
     with torch.random.fork_rng(devices=[]):
-        return job.batch(seed, rows)
+        return call_own("Job.batch", job.batch, seed, rows, hint=hint)
 
 
 def at_length(job: Job, length: int) -> Job:

@@ -65,8 +65,10 @@ def is_container(module: nn.Module) -> bool:
 def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """The user's lists with containers replaced by their items, checked.
 
-    Raises: CutError if a list is empty, or a name is unknown, given twice, or inside another one.
+    Raises: CutError if a list is empty or a string, or a name is unknown, given twice, or inside another one.
     """
+    if alone := next((names for names in lists if isinstance(names, str)), None):
+        raise CutError(f"Job.modules has {alone!r} where a list of names belongs", hint=_HINT)
     modules = dict(model.named_modules(remove_duplicate=False))
     groups = tuple(tuple(_expanded(name, modules) for name in names) for names in lists)
     flat = tuple(tuple(fqn for part in group for fqn in part) for group in groups)
