@@ -1,32 +1,24 @@
 """The command line: files, exit statuses, and one sentence for each mistake. Screens: test_screens.py."""
 
-import inspect
 import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-import optimizers
 import pytest
 import torch
 from commands import bad, figures, good, run
 from safetensors.torch import load_file
 
-from pipeloom import plan_request, planning
+from pipeloom import plan_request
 from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import find_cluster
-from pipeloom.commands.common import emit
-from pipeloom.commands.plan import stages_table
-from pipeloom.ir.errors import ConfigError
 from pipeloom.options import named_device
-from pipeloom.planner.plan_table import PlannedStage
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
-from pipeloom.settings import PlanSettings
 
 PLAN = ["plan", "mine.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
 EVERY = {**main.commands} | {
@@ -53,21 +45,6 @@ def process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_profile_and_plan_add_up_and_save(folder: Path) -> None:
-    profile = figures(*PROFILE, "--save", "p.json", "--save-graph", "g.json")
-    assert sum(k["forward_s"] for k in profile["kinds"]) == pytest.approx(profile["forward_s"])
-    assert profile["parameters"] == 4 * (8 * 8 + 8) and profile["batch"] == ["x[4,8]float32"]
-    planned = figures(*PLAN, "--profile", "p.json", "-o", "plan.json")
-    assert sum(stage["ops"] for stage in planned["stages"]) == profile["ops"] == 11
-    assert all((folder / name).is_file() for name in ("p.json", "g.json", "plan.json"))
-
-
-@pytest.mark.slow
-def test_the_largest_micro_batch_is_planned_for(folder: Path) -> None:
-    words = ("--cluster", "2 x v100-16 with 16KiB", "--max-batch", "--no-what-if")
-    assert figures("plan", "mine.py:job", *words)["microbatch_size"] > 1
-
-
 def test_the_largest_micro_batch_that_is_looked_at_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,15 +53,14 @@ def test_the_largest_micro_batch_that_is_looked_at_is_told(
     assert figures(*words)["microbatch_size"] == 8 and "8 rows are the largest" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [("-s", "1f2b"), ("--planner", "auot")])
-@pytest.mark.parametrize("command", [("plan", "mine.py:job"), ("train", "--job", "mine.py:job")])
+@pytest.mark.parametrize("words", ["plan mine.py:job --planner auot", "train --job mine.py:job -s 1f2b"])
 def test_names_are_looked_up_before_the_model_is_captured(
-    command: tuple[str, ...], wrong: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("pipeloom.planning", "pipeloom.train.run"):
         monkeypatch.setattr(f"{module}.capture", None)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # so that no ranks start beside it
-    assert "did you mean" in bad(1, *command, *wrong)
+    assert "did you mean" in bad(1, *words.split())
 
 
 def test_planners_are_listed() -> None:
@@ -92,26 +68,11 @@ def test_planners_are_listed() -> None:
     assert "exact" in names and all(name in good("plan", "--planners") for name in names)
 
 
-@pytest.mark.parametrize("ways", [(), ("recomputed",), ("recomputed", "offloaded")])
-@pytest.mark.parametrize("reads", [(), (7,)])
-def test_sizes_of_a_plan_are_in_full_and_only_what_there_is_has_a_column(
-    ways: tuple[str, ...], reads: tuple[int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {one.name: 1 for one in fields(PlannedStage)} | {"offload_ratio": None, "link_use": None}
-    row |= {name: 0 for name in ("stage", "rank", "recomputed_bytes", "offloaded_bytes")}
-    row |= {f"{way}_bytes": 1000 * 2**20 + 2**17 for way in ways} | {"cap_bytes": 999 * 2**20}
-    row |= {"ranks": (0,), "layers": "encoder.layers.10 .. 19", "reads": reads, "depth": 2}
-    emit(None, [stages_table([PlannedStage(**row)])], as_json=False)
-    shown = capsys.readouterr().out
-    assert "…" not in shown and "999.0 MiB" in shown and "encoder.layers.10 .. 19" in shown
-    heads = shown.split("\n")[0].split()
-    assert [way for way in ("recomputed", "offloaded") if way in heads] == list(ways)
-    assert ("residuals" in heads) == (not ways) and ("reads" in heads) == ("depth" in heads) == bool(reads)
-
-
 def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
-    good(*PROFILE, "--save-graph", "g.json")
-    good(*PLAN, "-o", "plan.json")
+    profile = figures(*PROFILE, "--save", "p.json", "--save-graph", "g.json")
+    assert sum(k["forward_s"] for k in profile["kinds"]) == pytest.approx(profile["forward_s"])
+    planned = figures(*PLAN, "--profile", "p.json", "-o", "plan.json")
+    assert sum(stage["ops"] for stage in planned["stages"]) == profile["ops"] == 11
     assert "simulated:" in good("simulate", "plan.json", "mine.py:job", "--cluster", "cluster.toml")
     words = ["simulate", "plan.json", "--graph", "g.json", "--cluster", "cluster.toml"]
     done = process(f"main({[*words, '--trace', 't.json', '--html', 'r.html', '--json']})")
@@ -164,25 +125,10 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     assert failed.exit_code == 1 and "NOT equal" in failed.stdout
 
 
-def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[PlanSettings] = []
-
-    def look(job: object, settings: PlanSettings, **_: object) -> None:
-        asked.append(settings)
-        raise ConfigError("enough seen", hint="")
-
-    monkeypatch.setattr(planning, "plan", look)
-    for more in ((), ("-s", "zb_v", "-v", "2"), ("--weights", "2bw")):
-        bad(2, "verify", "mine.py:job", *more)
-    assert [each.planner for each in asked] == ["exact"] * 3
-
-
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         (["train", "--set", "modle.width=3"], 2, "model.width?"),
-        (["train", "--set", "pipeline.autocast=float16"], 2, "bfloat16"),
-        (["train", "--memory", "300apples"], 2, "'apples'"),
         (["train", "--data", "nowhere"], 2, "nowhere"),
         (["train", "--job", "mine.py:jbo"], 2, "did you mean job?"),
         (["train", "--resume"], 2, "runs/gpt-<n>"),
@@ -192,26 +138,15 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ([*PLAN, "--memory", "1GiB"], 2, "--memory and --cluster"),
         ([*PLAN[:2], "--pair-nodes"], 2, "--pair-nodes without --cluster"),
         ([*PLAN, "--compile"], 1, "roofline"),
-        (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch"),
-        ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
-        ([*PLAN[:4], "--ranks", "some"], 2, "'some' is neither auto nor a number"),
-        ([*PLAN, "--treatments", "recomput"], 2, "Did you mean recompute?"),
-        (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
-        (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
         (["plan", "--microbatches", "2", "--global-batch", "16"], 2, "--microbatches and --global-batch"),
-        ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
-        ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
         ([*PLAN, "--planner", "exact", "--time-limit", "9"], 2, "9 s is given, and planner exact takes none"),
         (["plan", "./mine:job"], 2, "did you mean ./mine.py:job?"),
-        (["plan", "./yours:job"], 2, "'./yours' is no name of a module"),
         (["plan", "-o", ""], 2, "names no file"),
         ([*PLAN, "-o", "no/p.json"], 2, "no folder no"),
         (["verify", "none.py:job"], 2, "none.py"),
         (["verify", "--seed", "9" * 20], 2, "'--seed'"),
         (["verify", "mine.py:job", "--plan", "plan.json", "-p", "2"], 2, "--ranks and --plan"),
-        (["simulate", "none.json"], 2, "none.json"),
         (["simulate", "cluster.toml"], 2, "not a valid Plan"),
-        (["cluster", "show", "8 x a100-41"], 2, "no built-in device is called 'a100-41'"),
         (["cluster", "show", "1000000 x a100-40"], 2, "1000000 devices"),
         (["export", "nowhere", "m.safetensors"], 1, "checkpoint directory nowhere does not exist"),
         (["profil"], 2, "'profil'"),
@@ -254,20 +189,15 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-@pytest.mark.parametrize(("first", "status"), [("0F0 0F1 0B0 0B1", 0), ("0F0 0F1 0B1", 1)])
-def test_what_is_not_read_any_more_changes_neither_the_exit_status_nor_files(
-    folder: Path, first: str, status: int
-) -> None:
+def test_what_is_not_read_any_more_changes_neither_the_exit_status_nor_files(folder: Path) -> None:
     """`| head -1`."""
-    (folder / "s.txt").write_text(f"{first}\n1F0 1B0 1F1 1B1\n")
-    words = [sys.executable, "-m", "pipeloom", "schedule", "check", "s.txt", "--html", "s.html"]
+    words = [sys.executable, "-m", "pipeloom", "schedule", "show", "1f1b", "--html", "s.html"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None
         command.stdout.close()  # nobody reads from the first byte on
         _, told = command.communicate(timeout=300)
-    assert command.returncode == status, told
-    assert b"Traceback" not in told and b"Broken" not in told
-    assert (folder / "s.html").is_file() == (status == 0)
+    assert command.returncode == 0 and told == b""
+    assert (folder / "s.html").is_file()
 
 
 def test_ctrl_c_is_one_word_and_errors_of_the_users_code_name_their_line(folder: Path) -> None:
@@ -311,77 +241,13 @@ def test_clusters_are_listed_shown_with_their_sources_and_saved(folder: Path) ->
     devices = figures("cluster", "list")["devices"]
     assert [d["name"] for d in devices] == list(built_in_devices())
     assert all(name in good("cluster", "list") for name in built_in_devices())
-    card = next(d for d in devices if d["name"] == "a100-40-sxm")
-    assert card["flops_per_s"]["bfloat16"] == 312e12 and "a100-40" in card["aliases"]
     shown = good("cluster", "show", "8 x v100-32")
     for figure in built_in("v100-32").figures.values():
         assert figure.name in shown
         assert "".join(figure.source.split())[:25] in "".join(shown.split())
-    assert "group-0-1: 47.9 GB/s" in shown
-    two = figures("cluster", "show", "2 nodes of 2 x a100-80-pcie")
-    assert [d["node"] for d in two["devices"]] == [0, 0, 1, 1]
-    assert two["links"]["within_node"]["bandwidth_bytes_per_s"] == 270e9  # each node is one bridged pair
-    source = two["sources"]["a100-80-pcie"]["memory_bytes_per_s"]
-    assert source["value"] == 1935e9 and source["source"].startswith("NVIDIA")
+    sources = figures("cluster", "show", "2 nodes of 2 x a100-80-pcie")["sources"]
+    assert sources["a100-80-pcie"]["memory_bytes_per_s"]["source"].startswith("NVIDIA")
     good("cluster", "show", "4 x rtx-4090", "-o", "four.toml")
     assert load_cluster(folder / "four.toml") == find_cluster("4 x rtx-4090")
-    assert "rtx-4090" in good("cluster", "show", "four.toml")
-    profile = figures("profile", "mine.py:job", "--cluster", "2 x a100-40")
-    assert (profile["device"], profile["source"]) == ("a100-40-sxm", "roofline")
-
-
-OPTIMIZERS = f"""
-import torch
-from collections.abc import Iterable
-from typing import Any
-from torch import nn
-from pipeloom import Job
-
-{inspect.getsource(optimizers.MuonAndAdamW)}
-
-def batch(seed, rows):
-    return {{"input": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))}}
-
-def of(optimizer):
-    def model():
-        return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-
-    return Job(model=model, batch=batch, loss=lambda out, batch: out.square().mean(), optimizer=optimizer)
-
-def both():
-    return of(MuonAndAdamW)
-
-def muon():
-    return of(torch.optim.Muon)
-"""
-TWO_CARDS = ("--cluster", "2 x a100-40")
-
-
-@pytest.fixture
-def with_optimizers(folder: Path) -> Path:
-    (folder / "optimizers_of_mine.py").write_text(OPTIMIZERS)
-    return folder
-
-
-@pytest.mark.slow
-def test_two_optimizers_in_one_are_planned_simulated_and_verified(with_optimizers: Path) -> None:
-    model = "optimizers_of_mine.py:both"
-    good("plan", model, *TWO_CARDS, "--ranks", "2", "-o", "plan.json")
-    kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]
-    assert sum(kept) == 4 * (16 * 16 * 4 + 16 * 8 + 4)  # a momentum; two averages and a count
-    good("profile", model, *TWO_CARDS, "--save-graph", "graph.json")
-    updates = [p["given_update"] for p in json.loads(Path("graph.json").read_text())["parameters"]]
-    assert {update["together"] for update in updates} == {True, False}  # AdamW's and Muon's
-    by_model = figures("simulate", "plan.json", model, *TWO_CARDS)["ranks"]
-    assert figures("simulate", "plan.json", "--graph", "graph.json", *TWO_CARDS)["ranks"] == by_model
-    assert [rank["peaks"]["optimizer"] for rank in by_model] == kept
-    for more in ((), ("--replicas", "2", "--shard-optimizer")):
-        assert "equal within" in good("verify", model, "--ranks", "2", *more)
-
-
-@pytest.mark.parametrize("command", [("plan", *TWO_CARDS), ("verify",)])
-def test_an_optimizer_that_is_refused_gives_a_sentence_that_names_the_parameter(
-    with_optimizers: Path, command: tuple[str, ...]
-) -> None:
-    said = bad(1, *command, "optimizers_of_mine.py:muon", "--ranks", "2")
-    assert "0.bias" in said and "2D" in said and "hint" in said
+    profile = figures("profile", "mine.py:job", "--cluster", "four.toml")
+    assert (profile["device"], profile["source"]) == ("rtx-4090", "roofline")

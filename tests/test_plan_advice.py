@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ import zoo
 from runs import capture_of
 from torch import Tensor, nn
 
-from pipeloom import Job, plan, plan_advice, planning
+from pipeloom import Job, plan, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import CapturedModel, PlanRequest
-from pipeloom.planner import planners
 from pipeloom.planner.stage_cost.tensors import Readers
 from pipeloom.planning import captured_model, make_request
 
@@ -54,19 +52,15 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
     return replace(how, cluster=how.cluster.with_memory(given))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled("0.9-how0-None", "0.001-how4-give")
 @pytest.mark.parametrize(
     ("share", "how", "kinds"),
     [
         (0.9, {"planner": "equal"}, None),
-        (0.9, {"planner": "exact"}, "give, use, let"),
         (0.9, {"planner": "exact", "schedule": "zb_h1"}, "give, use, let"),
         (0.9, {"planner": "pipedream"}, "give, use, use"),
         (0.9, {"treatments": ("offload",)}, None),
-        (0.6, {"planner": "exact", "schedule": "zb_v"}, None),
-        (0.001, {}, "give"),
         (0.001, {"planner": "dawnpiper"}, "give"),
-        (0.001, {"planner": "balanced"}, "give"),
         # The least that is tried took longer than all that may be tried: then nothing was advised.
         (0.6, {"schedule": "zb_v"}, None),
     ],
@@ -83,13 +77,12 @@ def test_every_piece_leads_to_a_plan(share: float, how: dict[str, object], kinds
         assert followed(tight, piece).fits(model), piece
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "named"),
     [
-        # The hint said "17.6 MiB to 30.2 MiB", and not of which.
         ("a100-40 with 200KiB + v100-32 with 300KiB", "each device"),
-        # The hint wanted 624 GiB of the larger device, as much more as the smaller one needs.
-        pytest.param("a100-40 + v100-32 with 1KiB", "v100-32-sxm", marks=pytest.mark.slow),
+        ("a100-40 + v100-32 with 1KiB", "v100-32-sxm"),
     ],
 )
 def test_devices_that_need_more_are_named(cluster: str, named: str) -> None:
@@ -102,30 +95,6 @@ def test_devices_that_need_more_are_named(cluster: str, named: str) -> None:
         large, small = enough.cluster.devices
         tighter = replace(small, memory_bytes=int(small.memory_bytes / 1.05))
         assert not replace(how, cluster=replace(how.cluster, devices=(large, tighter))).fits(model)
-
-
-@pytest.mark.parametrize(("cap", "sizes"), [("100KiB", 0), ("300KiB", 1)])
-def test_what_cannot_help_is_not_looked_for(cap: str, sizes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other rows were sought where parameters alone do not fit, and each schedule's refusal was explained."""
-    how, model = request_for(f"2 x a100-40 with {cap}")
-    explain, sought = Mock(wraps=planners.explain_infeasible), Mock(return_value=0)
-    monkeypatch.setattr(planners, "explain_infeasible", explain)
-    with pytest.raises(InfeasibleError):
-        plan_with_advice(how, model, sought)
-    assert (explain.call_count, sought.call_count) == (1, sizes)
-
-
-@pytest.mark.slow
-def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
-    job, (how, _) = zoo.job("gpt2"), request_for("2 x a100-40", planner="equal")
-    most = max(planning.plan_size(how.changed(microbatch_size=2), job)[0].peaks)
-    tight, _ = request_for(f"2 x a100-40 with {most + 50_000}B", planner="equal")
-    with pytest.raises(InfeasibleError) as caught:
-        planning.plan_size(tight.changed(microbatch_size=16), job)
-    size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
-    assert size is not None
-    smaller = tight.changed(microbatch_size=int(size[1]))
-    assert planning.plan_size(smaller, job)[0].microbatch_size == int(size[1]) >= 2
 
 
 class Seen(nn.Module):
@@ -153,11 +122,9 @@ FEW = {"microbatch_size": 2, "microbatches": 4, "planner": "balanced"}
 @pytest.mark.parametrize(
     ("schedule", "stages", "why", "most"),
     [
-        ("1f1b", 60, "60 stages for 55 ops", 30),
-        ("1f1b", 40, "40 stages, but ops that share an updated buffer", 30),
-        ("zb_v", 30, "zb_v on 30 ranks is for 60 stages, the model has 55 ops", 15),
-        ("zb_v", 20, "zb_v on 20 ranks is for 40 stages, but ops that share an updated buffer", 15),
-        ("dualpipe", 40, "dualpipe on 40 ranks is for 40 stages, but ops that share", 30),
+        ("1f1b", 60, "55 ops", 30),
+        ("zb_v", 20, "share an updated buffer", 15),
+        ("dualpipe", 40, "share an updated buffer", 30),
     ],
 )
 def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: str, most: int) -> None:
@@ -171,37 +138,21 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
     assert max(plan(SEEN, ranks=most, **how).placement) + 1 == most
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_no_more_are_advised_than_there_are_devices(schedule: str) -> None:
-    job = zoo.job("bert")
-    with pytest.raises(PlanError, match="55 ops\nhint: use at most 3 (stages|ranks)"):
-        plan(job, ranks=60, cluster="3 x cpu", schedule=schedule, captured=capture_of(job), **FEW)
+def test_no_more_are_advised_than_there_are_devices() -> None:
+    with pytest.raises(PlanError, match="55 ops") as caught:
+        plan(SEEN, ranks=60, cluster="3 x cpu", captured=capture_of(SEEN), **FEW)
+    assert "use at most 3 stages" in str(caught.value.hint)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.7, 0.9])
-def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> None:
+def test_this_machine_has_as_many_processes_as_are_asked_for() -> None:
     job = zoo.job("gpt2")
     captured = capture_of(job)
     costs = planning.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
-    how["memory"] = int(max(plan(job, ranks=2, **how).peaks) * share)
+    how["memory"] = int(max(plan(job, ranks=2, **how).peaks) * 0.7)
     with pytest.raises(InfeasibleError) as caught:
         plan(job, ranks=2, **how)
     found = re.search(r"use (\d+) stages \(--ranks \1\)(,|$)", str(caught.value.hint))
     assert found is not None and "devices" not in str(caught.value.hint), caught.value.hint
     assert len(plan(job, ranks=int(found[1]), **how).stages) == int(found[1])
-
-
-def test_more_processes_of_this_machine_have_less_memory_each() -> None:
-    """Without a cap, each has its share of the machine's; more stages were tried with as much each."""
-    here = make_request(ranks=2)
-    there = replace(here, local=False)
-    whole, of_eight, elsewhere = (
-        sum(device.memory_bytes for device in devices)
-        for devices in (here.cluster.devices, plan_advice._as_many(here, 8), plan_advice._as_many(there, 8))
-    )
-    assert of_eight <= whole and elsewhere == 4 * whole
-    capped = make_request(ranks=2, memory="1GiB")
-    assert [device.memory_bytes for device in plan_advice._as_many(capped, 3)] == [1 << 30] * 3
