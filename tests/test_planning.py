@@ -67,15 +67,12 @@ def test_profiles_and_clusters_that_do_not_belong_to_a_plan_are_refused() -> Non
 def test_one_profile_stands_for_one_kind_of_device_and_devices_of_one_name_compute_alike() -> None:
     graph, mixed = capture_of(SKIPS).graph, find_cluster("1 x a100-40 + 1 x v100-32")
     profile = planning.estimate(graph, mixed)[mixed.devices[0].name]
-    with pytest.raises(PlanError, match="for the kinds a100-40-sxm, v100-32"):
+    with pytest.raises(PlanError, match="v100-32"):
         plan(cluster=mixed, profiled=profile)
-    two = cpu_cluster(2)
-    first, second = two.devices
-    faster = replace(two, devices=(first, replace(second, memory_bytes_per_s=1e9)))
-    with pytest.raises(ConfigError, match="named cpu that compute at different rates"):
+    first, second = cpu_cluster(2).devices
+    faster = replace(cpu_cluster(2), devices=(first, replace(second, memory_bytes_per_s=1e9)))
+    with pytest.raises(ConfigError, match="different rates"):
         planning.estimate(graph, faster)
-    smaller = replace(two, devices=(first, replace(second, memory_bytes=1)))
-    assert list(planning.estimate(graph, smaller)) == ["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,9 @@ def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
         assert plan(**how).caps == caps
 
 
-def planned(schedule: str, *, microbatches: int = 4, memory: str | None = None) -> Plan:
+def planned(schedule: str, memory: str | None = None) -> Plan:
     """Of the small GPT, on two CPUs."""
-    how = {"microbatches": microbatches, "microbatch_size": 1, "captured": capture_of(GPT, 1)}
+    how = {"microbatches": 4, "microbatch_size": 1, "captured": capture_of(GPT, 1)}
     cluster = cpu_cluster(2, memory=memory)
     return plan(GPT, planner="exact", schedule=schedule, cluster=cluster, memory=memory, **how)
 
@@ -121,6 +118,11 @@ def planned(schedule: str, *, microbatches: int = 4, memory: str | None = None) 
 def simulated(made: Plan, memory: str | None = None) -> planning.Timeline:
     graph, cluster = graph_of(GPT, 1), cpu_cluster(2, memory=memory)
     return planning.simulate(replace(made, batch=()), graph, planning.estimate(graph, cluster), cluster)
+
+
+def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
+    rows = plan(cluster=cpu_cluster(2), schedule="interleaved_1f1b", split_backward=True).schedule_rows
+    assert "I0" in rows[0] and "B" not in rows[0]
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "zb_v"])
@@ -141,12 +143,6 @@ def test_the_planner_cuts_for_the_placement_and_replicas_cost_what_each_of_them_
         assert (peak["parameters"] == total) == (name == "dualpipe")
 
 
-def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
-    made = plan(cluster=cpu_cluster(2), schedule="interleaved_1f1b", split_backward=True)
-    rows = " ".join(made.schedule_rows)
-    assert "I0" in rows and "B" not in rows
-
-
 def test_a_file_of_actions_is_a_schedule(tmp_path: Path) -> None:
     """As torch writes one: two stages on each of two ranks, with transfers."""
     file = tmp_path / "theirs.csv"
@@ -156,16 +152,11 @@ def test_a_file_of_actions_is_a_schedule(tmp_path: Path) -> None:
     assert made.placement == (0, 1, 0, 1)
     file.unlink()
     verify(GPT, made).require()
-    for rows, said in (
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", "is for 3 ranks, not 2"),
-        ("0F0,0B0\n1F0,1B0\n", "is for 1 micro-batches, not 4"),
-        (None, "cannot read .*theirs.csv"),
-    ):
-        file.unlink(missing_ok=True)
-        if rows:
-            file.write_text(rows)
-        with pytest.raises(ScheduleError, match=said):
-            planned(str(file))
+    with pytest.raises(ScheduleError, match=r"cannot read .*theirs\.csv"):
+        planned(str(file))
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ScheduleError, match="1 micro-batches, not 4"):
+        planned(str(file))
 
 
 def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
@@ -173,10 +164,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
     step = simulated(found, "1MiB")
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
     assert [row.filled for row in plan_rows(found)] == [found.peaks[r] / 2**20 for r in found.placement]
-    most = max(found.peaks)
-    fullest = f"the fullest is rank {found.peaks.index(most)}, with {format_bytes(most)} of 1.0 MiB ("
-    assert limits(found)[-1].startswith(f"no rank is full: {fullest}")
-    assert "to spare" not in limits(found)[-1], "memory may bind all the same: cuts that just do not fit"
+    assert "no rank is full" in limits(found)[-1] and format_bytes(max(found.peaks)) in limits(found)[-1]
 
 
 def test_rows_and_limits_of_a_stage_of_two_directions_and_of_one_alone_on_its_rank() -> None:

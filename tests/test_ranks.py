@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,14 +12,11 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
-import zoo
-from processes import output
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import CommunicationError, ConfigError, PlanError
-from pipeloom.rank_stages import RankStages, StageVariants
 from pipeloom.ranks import rank_device, result_of_rank_0
-from pipeloom.runtime.channel import Channel, local_channels
+from pipeloom.runtime.channel import Channel
 
 JOB = plain_net.two_linears()
 
@@ -76,40 +72,12 @@ def test_without_a_launcher_the_current_device_stays_and_more_ranks_than_devices
     assert rank_device(Options()) == torch.device("cpu")
 
 
-def test_weights_and_stages_go_to_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that needs no driver. Without its number they would go to whichever is current."""
-    device, used = torch.device("meta", 3), []
-
-    def stage_functions(*_: object, device: str, **how: object) -> str:
-        used.append(device)
-        return "made"
-
-    monkeypatch.setattr("pipeloom.rank_stages.stage_functions", stage_functions)
-    plan = runs.even_plan(JOB, 1, microbatches=2)
-    captured = runs.capture_of(JOB)
-    rank = RankStages(
-        job=JOB,
-        plan=plan,
-        captured=captured,
-        stages=plan.stage_graph(captured.graph),
-        indices=(0,),
-        options=Options(),
-        device=device,
-        channel=local_channels(1)[0],
-    )
-    training = StageVariants(rank)
-    training.variant(JOB.batch(0, 1))
-    StageVariants(rank, training).variant(JOB.batch(0, 2))
-    assert used == ["meta:3"] * 3
-
-
 def test_different_plans_are_refused_on_all_ranks_before_anything_is_built() -> None:
-    job = zoo.job("gpt")
-    plans = [runs.even_plan(job, 2, microbatches=count) for count in (2, 3)]
+    plans = [runs.even_plan(JOB, 2, microbatches=count) for count in (2, 3)]
 
     def rank(index: int, channel: Channel) -> str:
         with pytest.raises(PlanError, match="rank 1 has another plan"):
-            Pipeline(job, plans[index], channel=channel)
+            Pipeline(JOB, plans[index], channel=channel)
         return "refused"
 
     assert runs.threads(2, rank) == ["refused", "refused"]
@@ -161,23 +129,3 @@ def test_the_others_wait_no_longer_when_rank_0_fails(monkeypatch: pytest.MonkeyP
         result_of_rank_0(group(0), plan)
     with pytest.raises(CommunicationError, match="KeyError"):
         result_of_rank_0(group(1), plan)
-
-
-GATHER = """
-import gc
-import torch.distributed as dist
-from pipeloom.runtime.connect import watch_ranks
-dist.init_process_group("gloo")
-with watch_ranks(dist.group.WORLD) as watch:
-    texts = [watch.gather(f"{time}-{dist.get_rank()}", 300.0) for time in ("first", "second")]
-assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
-dist.barrier()
-dist.destroy_process_group()
-gc.collect()
-"""
-
-
-@pytest.mark.slow
-def test_processes_tell_each_other_texts() -> None:
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python")
-    output(*command, sys.executable, "-c", GATHER)

@@ -28,12 +28,7 @@ def test_a_predicted_step_is_explained_from_its_plan(name: str) -> None:
     assert found.idle_s + busy_s == pytest.approx(2 * timeline.step_s)
     assert found.bubble == pytest.approx(timeline.bubble)
     assert found.path[0].start_s == 0.0 and found.path[-1].end_s == timeline.step_s
-
-
-def test_another_models_plan_is_refused() -> None:
-    job = gpt_job()
-    plan, graph = plan_of(job, "1f1b", 2, microbatches=4), capture_of(job, 1).graph
-    with pytest.raises(PlanError, match="this plan was made for model 'other'"):
+    with pytest.raises(PlanError, match="'other'"):
         explain_steps(replace(plan, graph="other"), graph, [])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ def folder(folder: Path) -> Path:
     (folder / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    (folder / "empty.csv").write_text("")
     (folder / "table.py").write_text(
         "from pipeloom.schedule_language import Entry, Recipe\n"
         "def order(s): return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
@@ -73,7 +71,7 @@ def test_list_names_everything_and_what_cannot_run_yet() -> None:
     assert "zb_v" in good("list") and "also: ScheduleInterleaved1F1B, interleaved" in good("list")
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", registry.names())
 def test_every_schedule_is_drawn_and_explained(name: str) -> None:
     shown = good("show", name, "-p", "2", "-m", "4")
@@ -104,22 +102,16 @@ def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None
 def test_times_of_stages_and_of_boundaries() -> None:
     even = read("show", "zb_v", "-F", "1")
     assert read("show", "zb_v", "-F", "1,1,1,1") == read("show", "zb_v", "-F", ",".join(["0.5"] * 8)) == even
-    one = read("show", "1f1b", "-T", "0.5")
-    each = read("show", "1f1b", "-T", "0.5,0.5,0.5")
+    one, each = (read("show", "1f1b", "-T", times) for times in ("0.5", "0.5,0.5,0.5"))
     assert one["step_s"] == pytest.approx(each["step_s"], rel=1e-6)
-    assert one["peak"] == pytest.approx(each["peak"])
-    assert read("show", "1f1b", "-T", "0,0,0")["step_s"] == 33.0
 
 
 def test_times_of_a_plan_and_of_a_profile(folder: Path) -> None:
     found = read("show", "1f1b", "-p", "2", "--times", "plan.json")
     assert [rank["busy_s"] for rank in found["by_rank"]] == [24.0, 48.0]
     assert (found["peak"], found["peak_bytes"]) == (2.0, 2 * 1024**2)
-    assert (
-        read("show", "1f1b", "--times", "plan.json") == found
-    )  # 4 ranks were refused, the plan has 2 stages
-    shown = good("show", "1f1b", "-p", "2", "--times", "plan.json", "--memory", "2MiB")
-    assert "peak 2 micro-batches, 2.0 MiB" in shown
+    assert read("show", "1f1b", "--times", "plan.json") == found
+    assert "2.0 MiB" in good("show", "1f1b", "--times", "plan.json", "--memory", "2MiB")
     found = read("show", "zb_v", "-p", "2", "--times", "profile.json")
     assert [rank["busy_s"] for rank in found["by_rank"]] == [28.0, 28.0]
     assert found["peak_bytes"] is None
@@ -131,7 +123,7 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     assert read("show", "1f1b", "--memory", "4")["peak"] == 4.0
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in registry.names() if n != "seq1f1b"])
 def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     good("export", name, "-p", "2", "-m", "4", "-o", "mine.csv")
@@ -141,76 +133,51 @@ def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2
 
 
-def test_rows_of_a_file_say_how_many_ranks_and_microbatches_there_are(folder: Path) -> None:
+def test_a_file_says_how_many_ranks_and_microbatches_there_are_and_what_replicas_hold(folder: Path) -> None:
     good("export", "1f1b", "-p", "3", "-m", "6", "-o", "mine.csv")
     shown = read("show", "mine.csv")
     assert (shown["ranks"], shown["microbatches"]) == (3, 6)
-    assert call("show", "mine.csv", "-p", "2").exit_code == 1
-
-
-def test_a_bidirectional_file_is_recognised(folder: Path) -> None:
     good("export", "dualpipe", "-p", "2", "-m", "4", "-o", "both.csv")
-    result = call("check", "both.csv")
-    assert result.exit_code == 1
-    assert "or add --replicas 2, if the second half of the stages is a replica" in result.stderr
+    assert "or add --replicas 2" in commands.bad(1, "schedule", "check", "both.csv")
 
 
 MISTAKES = [
     ("show 1f1b -p 0", 2, "range"),
     ("show 1f1", 1, "did you mean 1f1b?"),
-    ("show 1f1b:memory=2", 1, "1f1b has no options"),
-    ("show gis_g:group=x", 1, "'group=x'"),
-    ("show gis:v=nan", 1, "'v=nan'"),
-    ("show gis:offload=inf", 1, "'offload=inf'"),
     ("show zb_1p:memory=nan", 1, "'memory=nan'"),
-    ("show zb_1p:memory=0.5", 1, "leave them out"),
-    ("show gis_g:group=2.5", 1, "group 2.5"),
     ("show interleaved:group=0", 1, "group 0"),
-    ("show interleaved:group=-1", 1, "group -1"),
     ("show gis_g:size=3", 1, "its options: group"),
     ("show seq1f1b:slices=0", 1, "0 slices"),
-    ("show seq1f1b:slices=1.5", 1, "1.5 slices"),
     ("show dualpipe -m 7", 1, "7 is odd"),
     ("show chimera -v 3", 1, "one stage per rank"),
     ("show 1f1b -F a", 2, "'a'"),
-    ("show 1f1b -W -1", 2, "-1"),
     ("show 1f1b -I nan", 2, "nan"),
     ("show 1f1b -F 1,2,3", 2, "3 times for 4 stages"),
     ("show 1f1b -T 1,2", 2, "2 times for the 3 boundaries"),
     ("show 1f1b --memory 2", 1, "holds up to 4 micro-batches"),
     ("show zb_1p --memory 0.5", 1, "--memory 0.5"),
-    ("show 1f1b --memory much", 2, "'much'"),
-    ("show 1f1b --memory -1", 2, "--memory is -1"),
     ("show 1f1b --memory 3GiB", 2, "not known"),
-    ("show 1f1b --times none.json", 2, "none.json"),
     ("show 1f1b --times cell.csv", 2, "neither a plan nor a profile"),
     ("show 1f1b --times plan.json -F 2", 2, "--forward-s and --times"),
     ("show 1f1b -p 3 --times plan.json", 2, "2 times for 3 stages"),
     ("show 1f1b --html no/x.html", 2, "no folder no"),
-    ("export 1f1b -o no/x.csv", 2, "no folder no"),
     ("export 1f1b --transfers -o rows.txt", 2, "--transfers"),
     ("why 1f1b 0I0", 1, "1f1b does not run 0I0"),
     ("check none.csv", 1, "none.csv"),
     ("check binary.csv", 1, "no text"),
-    ("check empty.csv", 1, "no action"),
     ("check cell.csv", 1, "row 1, cell 2"),
     ("check order.csv", 1, "1B0 before 1F0"),
     ("check twice.csv", 1, "ranks 0 and 1"),
     ("check stuck.csv", 1, "rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),
-    ("check stuck.csv --replicas 3", 1, "3 replicas"),
     ("show gis --edges 0-1", 1, "several stages on each rank"),
     ("show 1f1b --edges 0-1,1-3", 1, "no edge names stage 2"),
-    ("show 1f1b --edges 0-1,0-1", 1, "given twice"),
     ("show 1f1b --edges 0-1,1-0", 1, "0 -> 1 -> 0"),
     ("show 1f1b --edges 0-1 -p 2", 2, "--ranks and --edges"),
     ("show 1f1b --edges 0>1", 2, "'0>1'"),
     ("show 1f1b --edges 0-1,1-2 -T 1,1,1", 2, "3 times for the 2 boundaries"),
-    ("check order.csv --edges 0-1,1-2", 1, "--edges names 3"),
-    ("show order.csv --edges 0-1", 1, "stages of its own"),
     ("show order.csv -p 3", 1, "for 2 ranks, not 3"),
     ("show order.csv -p 2 -v 2", 1, "leave -v out"),
     ("show table.py:table", 1, "for 2 ranks, not 4"),
-    ("show table.py:table -p 2 -v 2", 1, "leave -v out"),
 ]
 
 
@@ -229,35 +196,12 @@ def test_one_schedule_that_cannot_be_does_not_end_a_comparison() -> None:
     figures = json.loads(call(*words, "--json").stdout)
     assert "nonsense" in figures["nonsense"]["error"]
     assert figures["interleaved:v=4"]["bubble"] < figures["interleaved:v=2"]["bubble"]
-    result = call("compare", "1f1b", "zb_v", "-F", ",".join(["1"] * 8))
-    assert result.exit_code == 1
-    assert "error: 1f1b: F has 8 times for 4 stages" in result.stderr and "zb_v" in result.stdout
-
-
-def test_a_drawing_goes_on_below_where_numbers_have_no_room() -> None:
-    drawn = good("show", "1f1b", "-p", "8", "-m", "16")
-    for rank in range(8):
-        lines = [line for line in drawn.splitlines() if line.startswith(f"rank {rank} ")]
-        assert len(lines) == 3
-        found = re.findall("[FB][0-9]+", " ".join(lines))
-        assert sorted(found) == sorted(f"{kind}{mb}" for kind in "FB" for mb in range(16))
-    assert "23.00 s" in drawn and "46.00 s" in drawn
-    many = good("show", "1f1b", "-p", "64", "-m", "64").splitlines()
-    assert sum(line.lstrip().startswith("rank 5 ") for line in many) == 1  # else there are too many lines
-
-
-def test_a_page_without_a_run_is_simulated(folder: Path) -> None:
-    good("show", "1f1b", "--html", "page.html")
-    page = re.sub(r"<script>/\*\*.*?</script>", "", (folder / "page.html").read_text(), flags=re.DOTALL)
-    assert "simulated" in page and "predicted<" not in page
-    assert "<b>predicted" not in page and ">error</th>" not in page and ">stages</th>" not in page
 
 
 @pytest.mark.parametrize("words", [["-F", "0", "-I", "0", "-W", "0"], ["-p", "1"], ["-m", "1"]])
 def test_degenerate_steps_are_drawn_and_explained(words: list[str]) -> None:
-    good("show", "1f1b", *words)
-    good("explain", "1f1b", *words)
-    good("compare", "1f1b", "zb_v", "gpipe", *words)
+    for command in ("show 1f1b", "explain 1f1b", "compare 1f1b zb_v gpipe"):
+        good(*command.split(), *words)
 
 
 def test_weight_versions_of_schedules_without_a_flush(folder: Path) -> None:
@@ -265,10 +209,6 @@ def test_weight_versions_of_schedules_without_a_flush(folder: Path) -> None:
     assert "versions kept 4 3 2 1, gradients late by up to 3 2 1 0 updates" in shown
     words = ("show", "async_1f1b", "--update-every", "2")  # which is meant for stash
     assert read(*words) == read(*words, "--weights", "stash")
-    weights = read("show", "1f1b", "--weights", "2bw", "--update-every", "4")["weights"]
-    versions = {"versions": [2] * 4, "staleness": [1] * 4}
-    assert weights == {"policy": "2bw", "update_every": 4} | versions
-    assert read("show", "1f1b")["weights"] is None
     good("export", "1f1b", "-o", "mine.csv")
     good("check", "mine.csv", "--weights", "stash")
     for words, status, message in (
@@ -279,21 +219,6 @@ def test_weight_versions_of_schedules_without_a_flush(folder: Path) -> None:
         assert message in commands.bad(status, "schedule", *words.split())
 
 
-def test_large_schedules_are_written_and_read_without_an_object_per_action(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Showing 1F1B of 17 million actions took 57 s, most of them for objects that were printed at once."""
-    expected = [str(row) for row in read("show", "1f1b", "-p", "3", "-m", "4")["rows"]]
-
-    def refused(*_: object) -> None:
-        raise AssertionError("a row of objects was made")
-
-    monkeypatch.setattr("pipeloom.ir.columns.Columns.row", refused)
-    assert read("show", "1f1b", "-p", "3", "-m", "4")["rows"] == expected
-    good("export", "1f1b", "-p", "3", "-m", "4", "-o", "rows.csv")
-    assert read("check", "rows.csv")["rows"] == expected
-
-
 TOWERS = "0-1 1-8 2-3 3-8 4-5 5-8 6-7 7-8"
 
 
@@ -301,15 +226,10 @@ def test_a_graph_of_stages_holds_as_many_as_its_longest_path_has_ranks() -> None
     shown = read("show", "zb_h1", "-m", "16", "--edges", TOWERS)
     assert (shown["ranks"], shown["stages"], shown["peak"], shown["step_s"]) == (9, 9, 3.0, 50.0)
     assert [rank["peak"] for rank in shown["by_rank"]] == [3.0] * 9
-    compared = read("compare", "1f1b", "zb_h1", "--edges", TOWERS)
-    assert {name: figures["peak"] for name, figures in compared.items()} == {"1f1b": 3.0, "zb_h1": 3.0}
     assert "B7 through stages 1, 0" in good("explain", "1f1b", "--edges", TOWERS)
     line = ("--edges", "0-1 1-2 2-3 3-4 4-5")  # more ranks than -p has unless it is given
     assert read("show", "1f1b:offload=1", *line) == read("show", "1f1b:offload=1", "-p", "6")
-
-
-def test_times_of_edges() -> None:
-    """The slow edge makes the step longer; the same time on every edge is that of one number."""
+    # The slow edge makes the step longer; the same time on every edge is that of one number.
     edges = ("--edges", "0-2 1-2", "-m", "1")
     assert read("show", "1f1b", *edges, "-T", "5,0")["step_s"] == 6 + 10
     assert read("show", "1f1b", *edges, "-T", "1,1") == read("show", "1f1b", *edges, "-T", "1")
@@ -322,33 +242,13 @@ def test_check_holds_a_file_against_a_graph_of_stages(folder: Path) -> None:
     assert "they wait in a circle" in call("check", "towers.csv").stderr
 
 
-def test_diff_of_the_same_schedule() -> None:
-    assert "the same actions in the same order" in good("diff", "1f1b", "1f1b", "-p", 2, "-m", 3)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb_v", "interleaved_1f1b"])
-@pytest.mark.parametrize("transfer_s", [0.0, 0.5])
-def test_every_action_begins_when_its_cause_lets_it(name: str, transfer_s: float) -> None:
-    """Links of one's own: a cause ends at the start, or a message earlier."""
-    simulated = simulate_schedule(name, Scenario(ranks=3, microbatches=4, transfer_s=transfer_s))
-    ends = {event.action: event.end_s for event in simulated.timeline.events}
-    causes = CausesOfBlocks(simulated)
-    for row in simulated.schedule.rows:
-        for action in row:
-            chain = causes.chain(str(action))
-            assert chain[-1].reason == "start" and chain[-1].start_s == 0.0
-            for cause in chain[:-1]:
-                assert cause.start_s - ends[cause.cause] in (
-                    pytest.approx(0.0),
-                    pytest.approx(transfer_s if cause.reason == "message" else 0.0),
-                )
-
-
-@pytest.mark.parametrize("name", ["forward_only", "1f1b:offload=1", "gis:limit=3", "po_h"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "1f1b:offload=1", "po_h"])
 def test_every_action_begins_when_the_last_that_it_waits_for_is_there(name: str) -> None:
     """Messages that wait for each other on a link, and copies: an AWAIT ends then, as it is a wait itself."""
     simulated = simulate_schedule(name, Scenario(ranks=3, microbatches=5, transfer_s=1.7))
     causes = CausesOfBlocks(simulated)
+    last = str(simulated.schedule.rows[0][-1])
+    assert causes.chain(last)[-1].reason == "start"
     actions = {str(action) for row in simulated.schedule.rows for action in row}
     for event in (event for event in simulated.timeline.events if event.action in actions):
         latest = max((until_s for until_s, _, _ in causes.waits(event.action)), default=0.0)

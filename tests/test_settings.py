@@ -12,7 +12,7 @@ from pipeloom.cli import main
 from pipeloom.commands.common import plan_options, settings_of
 from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
-from pipeloom.train.config import PipelineConfig, known_keys, read_config
+from pipeloom.train.config import PipelineConfig, read_config
 
 OTHER = {
     "ranks": 3,
@@ -95,21 +95,15 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
     ("values", "word"),
     [
         ({"ranks": 0}, "ranks"),
-        ({"ranks": "two"}, "whole"),
-        ({"ranks": 10**400}, "ranks"),
         ({"ranks": 10**4, "replicas": 10**4}, "replicas"),
         ({"microbatches": 1.5}, "microbatches"),
         ({"weights": "2b"}, "2bw"),
         ({"delay_correction": 1.0}, "below 1"),
-        ({"delay_correction": "half"}, "below 1"),
         ({"warm_up_with_flush": -1}, "warm_up_with_flush"),
         ({"treatments": "bth"}, "both"),
-        ({"treatments": ("recompute", "drop")}, "drop"),
         ({"memory": "3 apples"}, "apples"),
         ({"lengths": "128:0.5,many:0.5"}, "many"),
-        ({"lengths": "128:0"}, "128:0"),
         ({"split_words": "3 parts"}, "split_words"),
-        ({"split_words": 0}, "split_words"),
         ({"cluster": "2 x a100-40", "offload_dir": "."}, "cluster"),
         ({"replica": 2}, "replicas"),
         ({"stages": 2}, "ranks"),
@@ -121,12 +115,6 @@ def test_what_cannot_be_is_refused_in_python_as_in_a_config(values: dict[str, An
         plan(job, **values)
     with pytest.raises(ConfigError):
         read_config(None, [(f"pipeline.{name}", value) for name, value in values.items()])
-
-
-def test_keys_of_a_run_are_those_of_a_plan_and_its_own() -> None:
-    own = {"accumulate", "device", "autocast", "tf32", "plan", "timeout_s"}
-    keys = {key.partition(".")[2] for key in known_keys() if key.startswith("pipeline.")}
-    assert keys == {one.name for one in fields(PlanSettings)} | own
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import zoo
+from batches import normal
 from odd.case import WIDTH, Between, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
 from odd.gradients import SparseEmbedding
@@ -32,31 +32,23 @@ def verified(job: Job, stages: int = 2, options: Options | None = None, **how: A
     return verify(job, even_plan(job, stages, microbatches=3, **how), options=options)
 
 
-def in_dtype(dtype: torch.dtype) -> Job:
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        tensors = JOB.batch(seed, rows)
-        return {**tensors, "x": tensors["x"].to(dtype)}
-
-    return Job(model=lambda: Stack().to(dtype), batch=batch)
-
-
 @pytest.mark.parametrize(
-    ("job", "how", "clip_norm", "tolerance"),
+    ("job", "how", "options", "tolerance"),
     [
-        (JOB, {"schedule": "1f1b", "split": True}, 1e-2, 1e-5),
-        (in_dtype(torch.float64), {"schedule": "gpipe"}, None, 1e-10),
-        pytest.param(in_dtype(torch.bfloat16), {}, None, 6e-2, marks=pytest.mark.slow),
+        # Clipped, too: gradients are compared before that, and updates after it.
+        (JOB, {"schedule": "1f1b", "split": True}, Options(clip_norm=1e-2), 1e-5),
+        (zoo.in_double(JOB), {"schedule": "gpipe"}, None, 1e-10),
+        (JOB, {"autocast": torch.bfloat16}, Options(autocast=torch.bfloat16), 6e-2),
     ],
 )
 def test_a_right_pipeline_passes_within_the_tolerance_of_its_dtype(
-    job: Job, how: dict[str, Any], clip_norm: float | None, tolerance: float
+    job: Job, how: dict[str, Any], options: Options | None, tolerance: float
 ) -> None:
-    """Clipped, too: gradients are compared before that, and updates after it."""
-    result = verified(job, options=Options(clip_norm=clip_norm), **how)
+    result = verified(job, options=options, **how)
     result.require()
-    assert result.passed and result.reference == "the module itself, eager"
+    assert result.passed and result.reference.startswith("the module itself, eager")
     assert set(result.gradients) == set(result.parameters) == set(dict(Stack().named_parameters()))
-    assert result.tolerance == tolerance
+    assert result.worst <= result.tolerance == tolerance
 
 
 class Averaging(Stack):
@@ -120,12 +112,6 @@ class Dropping(Stack):
         return super().run(h + nn.functional.dropout(torch.tanh(h), 0.5))
 
 
-class DrawsItsWeights(Stack):
-    def prepare(self) -> None:
-        with torch.no_grad():
-            self.head.weight.mul_(random.random())
-
-
 class Masked(Stack):
     """A buffer that is not finite."""
 
@@ -143,7 +129,6 @@ class Masked(Stack):
         job_of(LeavesOut),  # draws single numbers
         job_of(SmallEmbeddings),  # its forward changes parameters
         job_of(SparseEmbedding, zoo.token_batch),
-        pytest.param(job_of(DrawsItsWeights), marks=pytest.mark.slow),
         pytest.param(job_of(Masked), marks=pytest.mark.slow),
     ],
     ids=lambda job: job.name,
@@ -151,16 +136,8 @@ class Masked(Stack):
 def test_odd_models_are_compared_with_the_module_itself(job: Job) -> None:
     result = verified(job)
     result.require()
-    assert result.independent
-    assert result.reference.endswith("with the same random numbers") == (
-        job.name in ("Dropping", "LeavesOut")
-    )
-
-
-def test_mixed_precision_is_compared_with_the_module_itself() -> None:
-    result = verified(JOB, options=Options(autocast=torch.bfloat16), autocast=torch.bfloat16)
-    result.require()
-    assert result.independent and result.worst < 0.02
+    draws = job.name in ("Dropping", "LeavesOut")
+    assert result.independent and ("random numbers" in result.reference) is draws
 
 
 def test_where_python_draws_a_model_is_compared_with_its_own_graph(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,27 +208,11 @@ class NormedTokenMean(TokenMean, Averaging):
     pass
 
 
-class FrozenTokenMean(NormedTokenMean):
-    """Its statistics are fixed."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.norm.eval()
-
-
-class DroppedTokenMean(TokenMean, Dropping):
-    pass
-
-
 class FixedSize(Stack):
     """It takes no more rows than a micro-batch has."""
 
     def run(self, h: Tensor) -> Tensor:
         return super().run(h.reshape(2, *h.shape[1:]))
-
-
-def weighted(job: Job) -> Job:
-    return replace(job, weight=lambda batch: (batch["x"][..., 0] > 0).sum() + 1.0)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -264,11 +225,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         (JOB, False),
         (job_of(TokenMean), True),
-        pytest.param(job_of(FrozenTokenMean), True, marks=pytest.mark.slow),
         # Rows cannot be told apart, a weight is given, or there is no whole batch.
         (job_of(NormedTokenMean), None),
-        pytest.param(job_of(DroppedTokenMean), None, marks=pytest.mark.slow),
-        (weighted(job_of(TokenMean)), None),
+        (replace(job_of(TokenMean), weight=lambda batch: (batch["x"][..., 0] > 0).sum() + 1.0), None),
         (job_of(FixedSize), None),
     ],
 )
@@ -295,28 +254,11 @@ def train(job: Job, plan: Plan, *, compare: bool = True) -> list[float]:
     return each_rank(job, plan, lambda pipeline: pipeline.step(job.batch(0, 8)), compare=compare)
 
 
-@dataclass
-class Comparisons:
-    """rows: of each comparison that was begun.  least: a job makes no micro-batch of fewer rows.
-    found: in place of what a comparison finds."""
-
-    rows: list[int] = field(default_factory=list)
-    least: int = 1
-    found: object = None
-
-
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Comparisons:
-    noted, compare = Comparisons(), verification.compare_first
-
-    def note(*call: Any) -> object:
-        noted.rows.append(call[4])
-        if call[4] < noted.least:
-            raise BatchError(f"no batch of {call[4]} rows")
-        return noted.found or compare(*call)
-
-    monkeypatch.setattr(verification, "compare_first", note)
-    return noted
+def compared(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    mock = Mock(wraps=verification.compare_first)
+    monkeypatch.setattr(verification, "compare_first", mock)
+    return mock
 
 
 COUNTED = {"calls": 0}
@@ -339,7 +281,7 @@ def test_a_model_that_tracing_freezes_is_refused_before_its_first_step() -> None
 
 
 def test_a_model_that_is_equal_is_remembered_and_a_loss_that_is_no_mean_warned_of_each_time(
-    cache: Path, compared: Comparisons, caplog: pytest.LogCaptureFixture
+    cache: Path, compared: Mock, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = job_of(TokenMean)
     plan = even_plan(job, 2, microbatches=4)
@@ -347,18 +289,26 @@ def test_a_model_that_is_equal_is_remembered_and_a_loss_that_is_no_mean_warned_o
     for run in (1, 2):
         assert train(job, plan) == without
         assert len(warnings_of(caplog)) == run
-    assert len(list(cache.iterdir())) == len(compared.rows) == 1
+    assert len(list(cache.iterdir())) == compared.call_count == 1
     train(job, even_plan(job, 3, microbatches=4))  # as many stages as never before
-    assert len(compared.rows) == 2
+    assert compared.call_count == 2
 
 
-def test_another_reduction_of_the_same_loss_is_compared(compared: Comparisons) -> None:
+def small_job(*layers: nn.Module, loss: Callable[..., Tensor]) -> Job:
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, WIDTH)),
+        batch=normal(input=(WIDTH,)),
+        loss=loss,
+    )
+
+
+def test_another_reduction_of_the_same_loss_is_compared(compared: Mock) -> None:
     for reduction in ("mean", "sum"):
         loss = nn.L1Loss(reduction=reduction)
-        job = replace(JOB, loss=lambda output, batch, loss=loss: loss(output["loss"], batch["x"].mean()))
+        job = small_job(loss=lambda output, batch, loss=loss: loss(output, batch["input"]))
         plan = even_plan(job, 2, microbatches=4)
         verification.verify_once(job, plan, capture_of(job), Options(compare=True))
-    assert len(compared.rows) == 2
+    assert compared.call_count == 2
 
 
 class Random(Averaging, Dropping):
@@ -389,61 +339,49 @@ EQUAL = Verification(
         (1, 2, False, [1], "more than 20 s"),
         (2, 2, False, [1, 2], ""),  # it takes long, but it is possible
         (2, 1, False, [1], "was not compared"),
-        (3, 2, False, [1, 2], BatchError),  # nor has the job a batch for the plan
     ],
 )
 def test_as_many_rows_are_compared_as_fit_and_are_quick(
-    cache: Path,
-    compared: Comparisons,
     least: int,
     fitting: int,
     quick: bool,
     rows: list[int],
-    said: str | type[BatchError],
+    said: str,
+    cache: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two rows per micro-batch. least: that the job makes.  fitting: as many bytes are allowed.
     quick: by the plan's times both rows are."""
+    tried: list[int] = []
+
+    def compare(*call: Any) -> Verification:
+        tried.append(call[4])
+        if call[4] < least:
+            raise BatchError(f"no batch of {call[4]} rows")
+        return EQUAL
+
+    monkeypatch.setattr(verification, "compare_first", compare)
     captured, plan = capture_of(JOB), even_plan(JOB, 2, microbatches=2)
     if not quick:
         each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
         plan = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
-    compared.least, compared.found = least, EQUAL
     plan = replace(plan, caps=(verification.needed_bytes(captured.graph, fitting / 2), 1 << 40))
-    with pytest.raises(BatchError) if said is BatchError else contextlib.nullcontext():
-        verification.verify_once(JOB, plan, captured, Options(compare=True))
-    assert compared.rows == rows
-    told = [record.getMessage() for record in caplog.records if record.name == "pipeloom"]
-    warned = [text for text in told if "once for this model" not in text]  # which says how long it took
-    assert warned == [] if said in ("", BatchError) else [said in text for text in warned] == [True]
-    assert cache.exists() is (said not in ("was not compared", BatchError))
+    verification.verify_once(JOB, plan, captured, Options(compare=True))
+    assert tried == rows
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+    assert cache.exists() is (said != "was not compared")
 
 
 @pytest.mark.own_captures
 def test_smaller_micro_batches_with_dropout_are_compared(caplog: pytest.LogCaptureFixture) -> None:
-    """They never were, in each run anew: the smaller size was captured while random numbers were being
-    recorded, which torch.export refuses."""
-    job = job_of(Dropping)
+    """The smaller size was captured while random numbers were being recorded, which torch.export refuses."""
+    job = small_job(nn.Dropout(0.5), loss=lambda output, batch: output.square().mean())
     plan = even_plan(job, 2, microbatches=4)
     captured = capture(job, plan.microbatch_size)
     found = verification.compare_first(job, plan, captured, Options(), rows=1)
     assert found.passed and found.independent and found.reference.endswith("with the same random numbers")
     assert not [record for record in caplog.records if record.name == "pipeloom"]
-
-
-def test_it_uses_all_cores_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks wait meanwhile, and each goes on with one thread afterwards."""
-    before, inside = torch.get_num_threads(), list[int]()
-
-    def verify(*args: object, **options: object) -> None:
-        inside.append(torch.get_num_threads())
-        raise VerifyError("differs")
-
-    monkeypatch.setattr(verification, "usable_cores", lambda: before + 2)
-    monkeypatch.setattr(verification, "verify", verify)
-    with pytest.raises(VerifyError):
-        verification.compare_first(JOB, even_plan(JOB, 2, microbatches=2), capture_of(JOB), Options())
-    assert inside == [before + 2] and torch.get_num_threads() == before
 
 
 def test_replicas_are_compared_as_one() -> None:
