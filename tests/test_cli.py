@@ -16,7 +16,6 @@ from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import find_cluster
-from pipeloom.options import named_device
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
 
@@ -89,12 +88,6 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(plan | {"caps": [plan["caps"][0], 1]}))
     assert "\nrank 1 holds" in good(*words) and figures(*words)["caps"][1] == 1
     assert "\nrank 0 holds" in good(*words[:-1], "2 x a100-40 with 1KiB")
-
-
-def test_a_graph_profiled_on_the_device_that_there_is_has_its_optimizer(folder: Path) -> None:
-    for device in ("auto", named_device("auto")):
-        good("profile", "mine.py:job", "--device", device, "--save-graph", f"{device}.json")
-    assert (folder / "auto.json").read_text() == (folder / f"{named_device('auto')}.json").read_text()
 
 
 def test_simulate_refuses_what_does_not_belong_together(folder: Path) -> None:

@@ -19,6 +19,7 @@ from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_request import times_of
 from pipeloom.planning import plan as plan_job
 from pipeloom.tracer.captured import Captured
@@ -154,6 +155,22 @@ def test_times_of_eager_ops_are_refused_for_compiled_plans(known: KnownRatios, c
     assert "profile --compile" in caught.value.hint
     right = compiled_profile(captured, seconds(captured))
     assert times_of(plan_job(JOB, **how, profiled=right)) == times_of(plan_job(JOB, **how))
+
+
+def test_caps_are_kept_by_the_stages_that_are_compiled(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
+    seen: list[bool] = []
+
+    def peaks(plan: Plan, captured: Captured, costs: object, *, compiled: bool) -> tuple[int, ...]:
+        seen.append(compiled)
+        return plan.peaks
+
+    monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
+    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
+    plan = plan_job(JOB, **HOW | {"ranks": 1}, memory="100MiB", compile=True, captured=captured)
+    assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
 
 
 def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(

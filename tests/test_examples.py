@@ -24,11 +24,22 @@ def losses(*words: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_plain_script_learns_the_same_on_two_ranks() -> None:
-    script = str(EXAMPLES / "plain_script.py")
+@pytest.mark.parametrize(
+    ("name", "count", "better", "wanted"),
+    [
+        ("plain_script.py", 20, 1.0, "torch"),
+        ("lora.py", 11, 0.3, "peft"),
+    ],
+)
+def test_a_script_learns_the_same_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, better: float, wanted: str
+) -> None:
+    pytest.importorskip(wanted, reason=f"{name} wants {wanted}, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    script = str(EXAMPLES / name)
     plain = losses(script, "--plain")
     piped = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
-    assert len(plain) == 20 and plain[-1] < plain[0] - 1.0
+    assert len(plain) == count and plain[-1] < plain[0] - better
     assert piped == pytest.approx(plain, abs=2e-4)  # they are printed with four digits
 
 
@@ -59,19 +70,6 @@ def test_a_trainers_script_gives_the_same_on_two_ranks(
     plain = last_line(script, "--plain")
     assert plain.startswith(start)
     assert last_line("-m", "torch.distributed.run", "--nproc-per-node", "2", script) == plain
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_and_merged_the_same_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("peft", reason="adapters are made by peft, which is not installed")
-    monkeypatch.chdir(tmp_path)
-    script = str(EXAMPLES / "lora.py")
-    plain = losses(script, "--plain")
-    piped = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
-    assert len(plain) == 11 and plain[-1] < plain[0] - 0.3  # the last one is the merged model's
-    assert piped == pytest.approx(plain, abs=2e-4)
 
 
 def test_the_own_model_is_verified() -> None:

@@ -1,5 +1,5 @@
-"""`pip install .` where there is what `pyproject.toml` asks for and no more, and the same by a wheel that is
-made as `python -m build` makes it: of the source archive, unpacked.
+"""A wheel that is made as `python -m build` makes it, of the source archive, unpacked, and installed where
+there is what `pyproject.toml` asks for and no more.
 
 Nothing is downloaded: the environment's only other packages are links to those of this one, and of these only
 the dependencies that the project declares, with what they need themselves.
@@ -78,32 +78,6 @@ def environment(folder: Path, source: Path) -> Path:
     return folder / "bin"
 
 
-def install(programs: Path, what: Path, folder: Path) -> None:
-    plain = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "-q")
-    run(programs / "python", "-m", "pip", "install", *plain, what, folder=folder)
-
-
-def uses(programs: Path, folder: Path) -> None:
-    """What a newcomer does first, from a folder of their own."""
-    where = run(programs / "python", "-c", "import pipeloom; print(pipeloom.__file__)", folder=folder)
-    assert Path(where.stdout.strip()).is_relative_to(programs.parent)
-    assert "a100-80-sxm" in run(programs / "pipeloom", "cluster", "show", "a100-80", folder=folder).stdout
-    flags = [word for setting in TINY for word in ("--set", setting)]
-    done = run(programs / "pipeloom", "train", "--steps", "2", "--json", *flags, folder=folder)
-    figures = json.loads(done.stdout)
-    assert figures["steps"] == 2
-    assert (folder / "runs" / "gpt-1" / "report.html").is_file()
-
-
-def test_installing_the_source(source: Path, tmp_path: Path) -> None:
-    programs = environment(tmp_path / "env", source)
-    install(programs, source, tmp_path)
-    code = "import importlib.util; print(importlib.util.find_spec('transformers'))"
-    assert run(programs / "python", "-c", code, folder=tmp_path).stdout == "None\n", "it was not declared"
-    (tmp_path / "mine").mkdir()
-    uses(programs, tmp_path / "mine")
-
-
 def built(what: str, source: Path, target: Path) -> Path:
     """What the build backend's hook makes of a source tree: "sdist" or "wheel"."""
     declared = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
@@ -125,9 +99,19 @@ def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
     package = source / "src" / "pipeloom"
     assert packed == {str(Path("pipeloom", f.relative_to(package))) for f in files_of(package)}
     programs = environment(tmp_path / "env", source)
-    install(programs, wheel, tmp_path)
-    (tmp_path / "mine").mkdir()
-    uses(programs, tmp_path / "mine")
+    plain = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "-q")
+    run(programs / "python", "-m", "pip", "install", *plain, wheel, folder=tmp_path)
+    code = "import importlib.util; print(importlib.util.find_spec('transformers'))"
+    assert run(programs / "python", "-c", code, folder=tmp_path).stdout == "None\n", "it was not declared"
+    # What a newcomer does first, from a folder of their own.
+    (mine := tmp_path / "mine").mkdir()
+    where = run(programs / "python", "-c", "import pipeloom; print(pipeloom.__file__)", folder=mine)
+    assert Path(where.stdout.strip()).is_relative_to(programs.parent)
+    assert "a100-80-sxm" in run(programs / "pipeloom", "cluster", "show", "a100-80", folder=mine).stdout
+    flags = [word for setting in TINY for word in ("--set", setting)]
+    done = run(programs / "pipeloom", "train", "--steps", "2", "--json", *flags, folder=mine)
+    assert json.loads(done.stdout)["steps"] == 2
+    assert (mine / "runs" / "gpt-1" / "report.html").is_file()
 
 
 def files_of(package: Path) -> Iterator[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import zoo
 from batches import Batch, normal
 from layered import layered
 from torch import nn
@@ -14,7 +13,6 @@ from pipeloom import Job, plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.request import PlanOptions
@@ -35,7 +33,7 @@ def take(size: int) -> ProfiledModel:
     return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
 
 
-@pytest.mark.parametrize("start", [1, 2, 4])
+@pytest.mark.parametrize("start", [1, 4])
 def test_the_largest_plan_is_found_from_any_size(start):
     """Sizes are not interpolated from one row: the search ended with a message about samples of different
     models."""
@@ -46,21 +44,11 @@ def test_the_largest_plan_is_found_from_any_size(start):
     assert largest_below(asked(), take(2), take) == 1
 
 
-@pytest.mark.parametrize("global_batch", [1, 3, 8])
-def test_the_largest_plan_divides_a_global_batch(global_batch):
-    plan, _ = largest_plan(asked(global_batch=8 * global_batch, microbatch_size=1), take)
-    assert plan.microbatch_size * plan.microbatches == 8 * global_batch
-    plan, _ = largest_plan(asked(global_batch=global_batch, microbatch_size=1), take)
-    assert plan.microbatch_size in (1, global_batch)
-
-
-def test_no_size_is_advised_where_none_fits():
-    tiny, known = asked("2 x a100-40 with 1KiB", planner="exact"), take(2)
-    assert largest_below(tiny, known, take) == 0
-    with pytest.raises(InfeasibleError) as caught:
-        plan_with_advice(tiny, known, lambda: largest_below(tiny, known, take))
-    assert caught.value.hint.startswith("give each device at least")
-    assert "micro-batches" not in caught.value.hint
+def test_the_largest_plan_divides_a_global_batch():
+    plan, _ = largest_plan(asked(global_batch=24, microbatch_size=1), take)
+    assert plan.microbatch_size * plan.microbatches == 24
+    plan, _ = largest_plan(asked(global_batch=3, microbatch_size=1), take)
+    assert plan.microbatch_size in (1, 3)
 
 
 def take_four(size: int) -> ProfiledModel:
@@ -68,10 +56,9 @@ def take_four(size: int) -> ProfiledModel:
     return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
 
 
-@pytest.mark.sampled("exact-900MiB")
 @pytest.mark.parametrize(
     ("planner", "memory"),
-    [("exact", "2GiB"), ("exact", "900MiB"), pytest.param("graphpipe", "9GiB", marks=pytest.mark.slow)],
+    [("exact", "900MiB"), pytest.param("graphpipe", "9GiB", marks=pytest.mark.slow)],
 )
 def test_the_best_size_is_as_fast_as_the_fastest_of_all(planner, memory):
     request = asked(f"2 x a100-40 with {memory}", planner=planner, microbatch_size=2, global_batch=24)
@@ -86,13 +73,6 @@ def test_the_best_size_is_as_fast_as_the_fastest_of_all(planner, memory):
             continue
     assert plan.predicted_step_s == pytest.approx(min(steps.values()))
     assert 1 < len(steps)
-
-
-def test_replicas_share_the_rows_of_the_best_size():
-    request = asked("4 x a100-40", planner="exact", microbatch_size=2, global_batch=24, replicas=2)
-    plan, _ = best_plan(request, take_four)
-    assert plan.width == 2
-    assert plan.microbatch_size * plan.microbatches == 24
 
 
 @pytest.mark.parametrize(
@@ -130,15 +110,8 @@ def largest(job: Job, how: PlanRequest) -> tuple[Plan, ProfiledModel]:
     return plan_at_size(how, job, largest_plan)
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> None:
-    with pytest.raises(InfeasibleError, match="stage . needs") as caught:
-        plan(normalised(number), ranks=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
-    assert "at least" in str(caught.value.hint)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [5, 2, 8])
+@pytest.mark.parametrize("number", [5, 2])
 def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
     job, how = normalised(number), {"ranks": 2, "microbatches": 2}
     few = plan(job, microbatch_size=number, cluster="2 x cpu", **how)
@@ -151,34 +124,12 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
         assert size < 4 * model.size or f"at most {model.size} rows" in str(caught.value.hint)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [1, 3, 7])
-def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
-    job = normalised(2)
-    how = make_request(ranks=2, cluster="2 x cpu with 64KiB")
-    sizes = {largest(job, how.changed(microbatch_size=n))[0].microbatch_size for n in (start, 2)}
-    assert len(sizes) == 1
-
-
 @pytest.mark.parametrize("search", [largest_plan, best_plan])
 def test_a_batch_that_never_can_be_says_so_itself(search: Callable) -> None:
     job = normalised(0)
     how = make_request(ranks=2, cluster="2 x cpu", global_batch=8)
     with pytest.raises(LookupError, match="no data"):
         plan_at_size(how, job, search)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
-def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole: int) -> None:
-    small = Job(
-        model=lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
-        batch=rows_of,
-        loss=lambda outputs, _: outputs.square().mean(),
-    )
-    how = make_request(ranks=2, cluster="2 x cpu with 1GiB", schedule=schedule, global_batch=whole)
-    found, _ = largest(small, how)
-    assert (found.microbatch_size, found.microbatches) == (whole // 2, 2)
 
 
 def test_global_batches_that_are_large_or_cannot_be_divided() -> None:
@@ -189,14 +140,3 @@ def test_global_batches_that_are_large_or_cannot_be_divided() -> None:
     odd = how.changed(schedule="dualpipe", global_batch=9, microbatch_size=1)
     with pytest.raises(ConfigError, match="9 rows"):
         largest(normalised(), odd)
-
-
-@pytest.mark.slow
-def test_treatments_allow_larger_ones() -> None:
-    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "memory": "6MiB", "cluster": "2 x a100-40"}
-    job = zoo.job("gpt2")
-    kept, treated = (
-        largest(job, make_request(treatments=each, **how))[0].microbatch_size
-        for each in ((), ("recompute", "offload"))
-    )
-    assert kept < treated

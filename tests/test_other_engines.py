@@ -202,7 +202,6 @@ def test_the_layout_of_megatron(changes: Mapping[str, Any], expected: str) -> No
         ("torch", {"schedule": "dualpipe"}, "direction"),
         ("torch", {"schedule": "forward_only"}, "cannot train"),
         ("torch", {"schedule": "seq1f1b"}, "slices"),
-        ("torch", {"schedule": "po_h"}, "(?i)offload"),
         ("megatron", {"schedule": "zb_v"}, "round the ranks"),
     ],
 )

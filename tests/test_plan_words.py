@@ -9,7 +9,6 @@ import torch
 from commands import bad, good, run
 from large_head import LENGTH, WORDS
 from runs import capture_of
-from torch import nn
 
 from pipeloom import Job, planning
 from pipeloom.clusters.names import find_cluster
@@ -18,7 +17,6 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.plan_words import WHOLE_STEP
 from pipeloom.profiler import measure_op
-from pipeloom.runtime.optimizer_bytes import default_optimizer
 from pipeloom.tracer.captured import Captured
 
 ROWS = 8
@@ -51,13 +49,6 @@ def test_words_are_split_for_several_lengths_too(job: Job) -> None:
     assert split.split_words and split.predicted_step_s < 0.9 * whole.predicted_step_s
 
 
-def test_a_profile_of_another_device_plans_whole_words(job: Job) -> None:
-    captured = capture_of(job, ROWS)
-    estimated = planning.estimate(captured.graph, find_cluster("a100-40"))["a100-40-sxm"]
-    for source in ("roofline", "measured"):
-        assert not plan(job, profiled=replace(estimated, source=source)).split_words
-
-
 def test_parts_are_measured_where_the_whole_was(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerators have the names that their makers gave them, which torch knows as no device."""
     measured_on = []
@@ -67,9 +58,10 @@ def test_parts_are_measured_where_the_whole_was(job: Job, monkeypatch: pytest.Mo
         (costs,) = planning.estimate(captured.graph, find_cluster("a100-40")).values()
         return replace(costs, source="measured", device="Card 80 GB")
 
+    profiled = profile(capture_of(job, ROWS), device="cpu")
+    assert not plan(job, profiled=profiled).split_words, "of another device, whose parts cannot be measured"
     monkeypatch.setattr(planning, "profile", profile)
     monkeypatch.setattr(measure_op, "device_name", lambda device: "Card 80 GB")
-    profiled = profile(capture_of(job, ROWS), device="cpu")
     assert plan(job, profiled=profiled).split_words
     assert len(measured_on) > 1 and {*measured_on} == {"cpu"}
 
@@ -94,14 +86,6 @@ def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
     assert not plan(muon).split_words
     with pytest.raises(PlanError, match="rows"):
         plan(muon, split_words=2)
-    headless = Job(
-        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
-        batch=lambda seed, rows: {"input": torch.ones(rows, 8)},
-        loss=lambda output, batch: output.square().mean(),
-        optimizer=default_optimizer(False),
-    )
     with pytest.raises(PlanError, match="parts") as caught:
         plan(job, split_words=WORDS + 1)
     assert f"at most {WORDS}" in str(caught.value.hint)
-    with pytest.raises(PlanError, match="head"):
-        plan(headless, split_words=2, captured=None)

@@ -71,19 +71,6 @@ def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @each_kind
-def test_a_plan_for_this_machine_is_planned_again_rehearsed_verified_and_timed(
-    folder: Path, name: str, steady_times: None
-) -> None:
-    planned = figures("plan", MODEL, "--planner", name, *SMALL, "-o", "plan.json")
-    assert is_of(folder / "plan.json", name)
-    assert planned["predicted_by"] == "rehearsal" and len(planned["what_if"]) >= 2
-    assert figures("verify", MODEL, "--plan", "plan.json")["passed"]
-    timed = figures("bench", MODEL, "--planner", name, *SMALL, "--steps", "1", "--warmup", "1")
-    assert timed["schedule"] != "searched" and timed["step_s"] > 0
-
-
-@pytest.mark.slow
-@each_kind
 def test_a_run_is_planned_resumed_and_planned_again(folder: Path, name: str, steady_times: None) -> None:
     words = ("train", "--out", "run", "--set", "steps=2", "--set", "pipeline.microbatches=4")
     assert figures(*words, "--job", MODEL, "--planner", name)["steps"] == 2

@@ -16,17 +16,16 @@ import runs
 import zoo
 from rich.console import Console
 
-from pipeloom import Plan, load_plan, plan, simulate
-from pipeloom.checks.schedules import check, check_program
-from pipeloom.checks.weight_versions import versions, weight_versions
+from pipeloom import Plan, plan, simulate
+from pipeloom.checks.schedules import check
+from pipeloom.checks.weight_versions import weight_versions
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.flow import dag
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
-from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
+from pipeloom.ir.schedule import Program, Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
@@ -120,23 +119,6 @@ def test_a_kind_of_action() -> None:
     assert seen == {(stage, b) for stage in range(STAGES) for b in range(MICROBATCHES)}
 
 
-def test_a_kind_that_only_programs_have() -> None:
-    held = {"takes": "residual_bytes", "frees": "residual_bytes"}
-    copy = ActionKind(label="a copy", category="memory", in_schedule=False, after=F, **held)
-    kind = register_kind("COPY", copy)
-
-    stages, costs = dag(STAGES, [(0, 1)], value_bytes=0), equal_costs(STAGES, residual_bytes=10)
-    schedule = registry.build("1f1b", stages, (0, 1), MICROBATCHES)
-    plain = lower(schedule, stages)
-    with pytest.raises(ScheduleError, match="0COPY0, whose kind is not a compute action"):
-        check(after_forwards(schedule, kind), stages)
-    program = after_forwards(plain, kind)
-    check_program(program, stages)
-    assert parse_program(MICROBATCHES, (0, 1), tuple(str(program).splitlines())).rows == program.rows
-    peaks = [simulate_simulate(p, stages, costs, CLUSTER).peak_bytes(0) for p in (plain, program)]
-    assert peaks == [20, 30]
-
-
 def test_a_schedule() -> None:
     def last_in_first_out(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Any:
         order = range(microbatches)
@@ -169,7 +151,7 @@ def test_a_planner() -> None:
     assert_trains_like_plain_pytorch(made)
 
 
-def test_a_weight_policy(tmp_path: Path) -> None:
+def test_a_weight_policy() -> None:
     late = WeightPolicy(
         about="one update late",
         version=lambda microbatch, every, newest: max(newest - 1, 0),
@@ -180,7 +162,6 @@ def test_a_weight_policy(tmp_path: Path) -> None:
     stages = chain(STAGES)
     made = registry.build("1f1b", stages, (0, 1), MICROBATCHES)
     weight_versions(made, stages, Updates(policy="late"))
-    assert [stage.used for stage in versions(made, Updates(policy="late"))] == [(0, 0, 0, 1), (0, 0, 1, 2)]
     with pytest.raises(ScheduleError, match="keeps only 1"):
         weight_versions(made, stages, Updates(policy="late", kept=1))
 
@@ -188,19 +169,11 @@ def test_a_weight_policy(tmp_path: Path) -> None:
     for one, other in zip(flushed.stages, plan_late.stages, strict=True):
         assert other.memory.parameters == 3 * one.memory.parameters
     assert plan_late.predicted_step_s < flushed.predicted_step_s
-    plan_late.save(tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json") == plan_late
     assert simulated(plan_late).step_s == plan_late.predicted_step_s
-    assert trains(plan_late)
-
-
-def trains(made: Plan) -> bool:
-    """Whether a plan runs, and makes losses that are numbers and parameters that change."""
-    batches = [JOB.batch(step, ROWS * MICROBATCHES) for step in range(4)]
-    trained = runs.pipelined(JOB, made, batches)
-    untrained = runs.pipelined(JOB, made, [])
+    batches = [JOB.batch(step, ROWS * MICROBATCHES) for step in range(2)]
+    trained, untrained = (runs.pipelined(JOB, plan_late, some) for some in (batches, []))
     worst, _ = runs.difference(trained.parameters, untrained.parameters)
-    return all(isfinite(loss) for loss in trained.losses) and worst > 0
+    assert all(isfinite(loss) for loss in trained.losses) and worst > 0
 
 
 def test_a_tier(tmp_path: Path) -> None:

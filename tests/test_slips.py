@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zoo
-from commands import bad, figures
+from commands import bad
 from plain_net import two_linears
 
 from pipeloom import (
@@ -25,7 +25,7 @@ from pipeloom import (
 )
 from pipeloom.clusters.files import save_cluster
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError, PlanError
+from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, PlanError
 from pipeloom.plan_request import PlanRequest
 from pipeloom.tracer.job import load_job
 
@@ -73,9 +73,6 @@ def slip_in_job(**how: object) -> Pipeline:
         (planned_without_chunks, ConfigError, "chunks is 0"),
         (lambda: search_schedule(STAGES, 4, shortest="day"), ConfigError, "shortest='day'"),
         (lambda: profile(capture(two_linears(), 2), device="tpu"), ConfigError, "'tpu'"),
-        (lambda: profile(capture(two_linears(), 2), device=None), ConfigError, "None"),
-        (lambda: profile(capture(two_linears(), 2), device="cuda:99"), ConfigError, "'cuda:99'"),
-        (lambda: pipeline_of("xpu"), ConfigError, "'xpu'"),
         (lambda: pipeline_of("cuda:99"), ConfigError, "'cuda:99'"),
         (batch_without_names, CaptureError, "Tensor, not a dictionary"),
         (batch_without_tensors, BatchError, "no tensors"),
@@ -85,14 +82,10 @@ def slip_in_job(**how: object) -> Pipeline:
             "batch",
         ),
         (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),
-        (lambda: slip_in_job(model=lambda: None), CaptureError, "None"),
         (without_delay, ConfigError, "delay_correction"),
         (lambda: Options(seed="a"), ConfigError, "seed"),  # type: ignore[arg-type]
-        (lambda: Options(timeout_s="x"), ConfigError, "timeout_s"),  # type: ignore[arg-type]
         (lambda: Options(compile="no"), ConfigError, "compile"),  # type: ignore[arg-type]
         (lambda: PlanSettings(treatments=3), ConfigError, "treatments"),  # type: ignore[arg-type]
-        (lambda: PlanSettings(lengths=3), ConfigError, "lengths"),  # type: ignore[arg-type]
-        (lambda: slip_in_job(optimizer="adam"), PlanError, "str"),
         (lambda: slip_in_job(optimizer=lambda parameters: None), PlanError, "None"),
     ],
 )
@@ -100,12 +93,6 @@ def test_slips_in_calls(slip: Callable[[], object], error: type[PipeloomError], 
     with pytest.raises(error, match=word) as caught:
         slip()
     assert caught.value.hint
-
-
-def test_no_checkpoint_to_keep(tmp_path: Path) -> None:
-    with pipeline_of() as pipeline, pytest.raises(ConfigError, match="keep=0"):
-        pipeline.save(tmp_path, keep=0)
-    assert not list(tmp_path.iterdir())
 
 
 def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
@@ -117,6 +104,8 @@ def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
         pipeline.step(job.batch(0, 2 * ROWS))
         pipeline.save(kept, extra={"at": 1})
         assert pipeline.load(kept) == {"at": 1}
+        with pytest.raises(ConfigError, match="keep=0"):
+            pipeline.save(tmp_path / "none", keep=0)
     file = tmp_path / "two.toml"
     save_cluster(find_cluster("2 x a100-40"), file)
     job = zoo.job("skips")
@@ -130,27 +119,6 @@ def test_modules_may_have_names_that_are_no_identifiers(
     monkeypatch.chdir(tmp_path)
     Path("01-mine.py").write_text("from zoo import job as of\n\ndef job():\n    return of('skips')\n")
     assert load_job("01-mine:job").batch is not None
-
-
-@pytest.mark.slow
-def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
-    job = zoo.job("gpt2")
-    with pytest.raises(InfeasibleError, match="cap is 16 B"):
-        plan(job, ranks=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", planner="exact")
-
-
-def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() -> None:
-    job, how = zoo.job("skips"), {"ranks": 4, "microbatches": 4, "microbatch_size": 16}
-    free = plan(job, cluster="4 x a100-40", **how)  # type: ignore[arg-type]
-    how |= {"cluster": "4 x a100-40", "memory": int(0.88 * max(free.peaks))}
-    assert plan(job, **how).peaks  # type: ignore[arg-type]
-    with pytest.raises(InfeasibleError, match="own account"):
-        plan(job, planner="piper-ops", **how)  # type: ignore[arg-type]
-
-
-def test_what_if_of_a_schedule_whose_groups_are_its_own(folder: Path) -> None:
-    words = ("plan", "mine.py:job", "-m", "4", "-s", "gis_g", "--planner", "exact", "--cluster", "2 x cpu")
-    assert figures(*words)["what_if"]
 
 
 def test_a_plan_is_there_before_what_if_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
