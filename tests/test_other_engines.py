@@ -1,7 +1,7 @@
 """Plans of whole modules, and what other engines are given of them.
 
-torch's own parsers read what is exported for it. For torchtitan and Megatron stand their rules, written down
-from torchtitan 0.3.0 and megatron-core 0.16.1.
+torch's own parsers read what is exported for it. torchtitan 0.3.0 and megatron-core 0.16.1 read theirs where
+they are installed; everywhere else stand their rules, written down from those versions.
 """
 
 from __future__ import annotations
@@ -169,6 +169,21 @@ def test_torchtitan_is_given_names_and_a_way_to_place_them(
     assert issubclass(theirs.get_schedule_class(named), theirs._PipelineSchedule)
 
 
+def test_torchtitan_splits_by_the_names() -> None:
+    net = torch_net.Net()
+    split = pytest.importorskip(
+        "torchtitan.distributed.pipeline_parallel",
+        reason="torchtitan is not installed: see `kept` for its rules",
+    )._split_module
+    from torchtitan.config import ParallelismConfig
+
+    settings = exported(usual("interleaved_1f1b"), "torchtitan").settings
+    config = ParallelismConfig(**settings)
+    for modules in config.module_fqns_per_model_part or ():
+        left = [parameter.shape for parameter in split(net, modules).parameters()]
+        assert sorted(left) == sorted(net.get_parameter(name).shape for name in kept(net, modules))
+
+
 # Megatron
 
 
@@ -190,6 +205,20 @@ def test_the_layout_of_megatron(changes: Mapping[str, Any], expected: str) -> No
     layout, ranks = layout_of(planned(**changes))
     assert layout == expected and re.fullmatch(r"E(t|\|)*L", layout)  # its letters, and its order of them
     assert len(layout.split("|")) % ranks == 0
+
+
+def test_megatron_reads_the_layout() -> None:
+    known = pytest.importorskip(
+        "megatron.core.transformer.pipeline_parallel_layer_layout",
+        reason="megatron-core is not installed: see above for its letters",
+    )
+    made = planned(planner="equal", schedule="interleaved_1f1b")
+    read = known.PipelineParallelLayerLayout(*layout_of(made))
+    read.validate_layer_layout(num_layers=6, mtp_num_layers=0)
+    for stage, modules in enumerate(stage_modules(made)):
+        turn, rank = divmod(stage, 2)
+        layers = sum(kind.name == "decoder" for kind in read.layout[rank][turn])
+        assert layers == sum(name.startswith("layers.") for name in modules)
 
 
 # What they lack
