@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
-import torch
 import zoo
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.errors import InfeasibleError, PeerError
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime import pinned_tier
 from pipeloom.runtime.board import Failure
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
-from pipeloom.runtime.pinned_tier import PinnedTier
+from pipeloom.runtime.rank import Rank
 
 JOB = zoo.job("skips")
 
@@ -47,14 +47,27 @@ def test_a_plan_that_does_not_fit_leaves_no_tier(tmp_path: Path) -> None:
         Pipeline(JOB, plan, options=Options(offload_dir=folder))
 
 
-def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(**_: object) -> None:
-        raise ValueError("no worker")
+def test_what_fails_behind_the_tier_leaves_none_and_is_told_to_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = runs.treated_plan(JOB, runs.even_plan(JOB, 2, microbatches=2), "offload")
+    folder = tmp_path / "away"
 
-    monkeypatch.setattr("pipeloom.pipeline.Rank", fails)
-    plan, folder = offloading(), tmp_path / "away"
-    with nothing_left(folder), pytest.raises(ValueError, match="no worker"):
-        Pipeline(JOB, plan, options=Options(offload_dir=folder))
+    def no_worker_on_rank_0(*, channel: Channel, **given: Any) -> Rank:
+        if channel.rank == 0:
+            raise ValueError("no worker")
+        return Rank(channel=channel, **given)
+
+    def rank(_: int, channel: Channel) -> str:
+        with pytest.raises((ValueError, PeerError)) as caught:
+            with Pipeline(JOB, plan, options=Options(offload_dir=folder), channel=channel) as pipeline:
+                pipeline.step(JOB.batch(0, 4))
+        return str(caught.value)
+
+    monkeypatch.setattr("pipeloom.pipeline.Rank", no_worker_on_rank_0)
+    with nothing_left(folder):
+        _, told = runs.threads(2, rank, timeout_s=60.0)
+    assert told.startswith("rank 0 failed: ValueError: no worker")
 
 
 def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
@@ -101,16 +114,3 @@ def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error
             pipeline.step(JOB.batch(0, 4))
             if mistake:
                 raise ValueError("the user's own mistake")
-
-
-def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def synchronize(self) -> None:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Broken)
-    tier = PinnedTier(0)
-    tier._reloading.add(pinned_tier.PinnedCopy(tier, ()))
-    tier._idle_chunks.append(torch.empty(1))
-    tier.close()
-    assert not tier._reloading and not tier._idle_chunks
