@@ -60,22 +60,18 @@ def test_a_drifting_pace_is_no_error_of_the_prediction() -> None:
 
 
 @given(first=st.integers(0, 1000), steps=st.integers(1, 600), most=st.integers(1, 40))
-def test_rehearsals_are_few_apart_and_within_the_run(first: int, steps: int, most: int) -> None:
+def test_rehearsals_are_few_apart_and_have_steps_around_them(first: int, steps: int, most: int) -> None:
     planned = rehearsal_steps(first, first + steps, most)
     assert len(planned) % 2 == 1 and len(planned) <= max(1, most)
     assert first <= planned[0] and planned[-1] < first + steps
     assert all(later - one >= BEFORE + AFTER for one, later in zip(planned, planned[1:], strict=False))
     if steps >= 8:
         assert len(planned) <= max(1, steps // 8)
-
-
-@given(first=st.integers(0, 50), steps=st.integers(1, 60))
-def test_every_rehearsal_has_steps_around_it(first: int, steps: int) -> None:
-    comparison = run(Machine(), first, first + steps).comparison
-    assert comparison is not None
-    assert [w.step for w in comparison.windows] == list(rehearsal_steps(first, first + steps, 21))
-    full = BEFORE + AFTER
-    assert all(window.steps == min(full, steps) for window in comparison.windows if steps >= 8 or steps == 1)
+    if steps <= 60:
+        comparison = run(Machine(), first, first + steps, most).comparison
+        assert comparison is not None and [w.step for w in comparison.windows] == list(planned)
+        if steps >= 8 or steps == 1:
+            assert {window.steps for window in comparison.windows} == {min(BEFORE + AFTER, steps)}
 
 
 def test_the_first_step_in_which_optimizers_make_their_state_stands_for_no_run_of_several() -> None:

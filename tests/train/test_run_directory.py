@@ -42,11 +42,15 @@ def test_runs_are_numbered_and_the_newest_is_found() -> None:
     assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
 
 
+def a_checkpoint(run: Path) -> None:
+    (run / "checkpoint/step-00000002").mkdir(parents=True)
+    (run / "checkpoint/step-00000002/index.json").write_text("")
+
+
 def test_the_newest_run_with_a_checkpoint_is_the_one_to_go_on_with() -> None:
     first, second, _ = (trained("gpt") for _ in range(3))
     for path in (first, second):
-        (path / "checkpoint/step-00000002").mkdir(parents=True)
-        (path / "checkpoint/step-00000002/index.json").write_text("")
+        a_checkpoint(path)
     assert find_run("gpt", None) == second
 
 
@@ -62,27 +66,20 @@ def test_what_is_wrong_is_said(here: Path) -> None:
     refused("file/out", resume=False, word="file/out: Not a directory")
     trained("gpt", Path("deep/inside"))
     refused("deep/inside", resume=False, word="holds a run already.*\n.*no checkpoint to go on from")
-    (checkpoint := Path("deep/inside/checkpoint/step-00000002")).mkdir(parents=True)
-    (checkpoint / "index.json").write_text("")
+    a_checkpoint(Path("deep/inside"))
     refused("deep/inside", resume=False, word="holds a run already.*\n.*add --resume")
 
 
-def test_a_start_that_does_not_train_leaves_nothing(here: Path) -> None:
+@pytest.mark.parametrize("out", [None, "new", "mine", "empty", "empty/deep/inside"])
+def test_a_start_that_does_not_train_removes_what_it_has_made_only(here: Path, out: str | None) -> None:
+    (here / "empty").mkdir()
     (here / "mine").mkdir()
     (here / "mine" / "mine.txt").write_text("")
-    for name in ("new", "mine"):
-        with pytest.raises(KeyboardInterrupt), run_directory("gpt", Path(name), resume=False) as path:
-            assert (path / LOCK).is_file()
-            raise KeyboardInterrupt
-    assert {str(path) for path in here.rglob("*")} == {str(here / "mine"), str(here / "mine" / "mine.txt")}
-
-
-def test_only_folders_that_were_made_for_a_run_are_removed(here: Path) -> None:
-    (here / "empty").mkdir()
-    for out in (Path("empty"), Path("empty/deep/inside"), None):
-        with pytest.raises(KeyboardInterrupt), run_directory("gpt", out, resume=False):
-            raise KeyboardInterrupt
-        assert list(here.rglob("*")) == [here / "empty"]
+    before = set(here.rglob("*"))
+    with pytest.raises(KeyboardInterrupt), run_directory("gpt", out and Path(out), resume=False) as path:
+        assert (path / LOCK).is_file()
+        raise KeyboardInterrupt
+    assert set(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL])
@@ -180,13 +177,9 @@ def test_what_is_no_line_of_figures_is_dropped(
 
 
 def test_losses_that_are_no_numbers_are_read_again(here: Path) -> None:
-    for after_step in (0, 2):
-        with Metrics(here / "m.jsonl", after_step=after_step) as metrics:
-            if not after_step:
-                metrics.write({"step": 1, "loss": math.inf, "grad_norm": math.nan})
-                metrics.write({"step": 2, "loss": 1.0, "validation_loss": -math.inf})
-            lines = read_metrics(metrics.path)
-            assert [(line.loss, line.validation_loss) for line in lines] == [
-                (math.inf, None),
-                (1.0, -math.inf),
-            ]
+    with Metrics(here / "m.jsonl", after_step=0) as metrics:
+        metrics.write({"step": 1, "loss": math.inf, "grad_norm": math.nan})
+        metrics.write({"step": 2, "loss": 1.0, "validation_loss": -math.inf})
+    with Metrics(here / "m.jsonl", after_step=2) as metrics:
+        found = [(line.loss, line.validation_loss) for line in read_metrics(metrics.path)]
+    assert found == [(math.inf, None), (1.0, -math.inf)]
