@@ -1,15 +1,13 @@
 """The channel's behaviour, with the ranks as threads."""
 
-import re
 import time
 from collections.abc import Callable
 from itertools import permutations
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from processes import until
 from runs import threads
 
 from pipeloom.ir.errors import CommunicationError, PeerError
@@ -17,7 +15,6 @@ from pipeloom.ir.graph import Value
 from pipeloom.runtime import channel
 from pipeloom.runtime.channel import Channel, local_channels, meeting
 from pipeloom.runtime.messages import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
-from pipeloom.runtime.transport import PendingTransfer
 from pipeloom.tracer.tensors import has_order
 
 Body = Callable[[Channel], object]
@@ -95,7 +92,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
         all_well(local_channels(3), body)
 
 
-@pytest.mark.parametrize(("ahead", "opened"), [(1, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("ahead", "opened"), [(1, 2), (3, 3)])
 def test_the_next_receive_is_opened_after_what_is_computed_in_between(
     ahead: int, opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,51 +100,21 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(
     messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(5)]
     monkeypatch.setattr(channel, "AHEAD", ahead)
     channels = local_channels(2)
-    transport = channels[1]._transport
-    opening, sources = transport.receive, []
-
-    def counted(buffer: torch.Tensor, source: int, index: int) -> PendingTransfer:
-        sources.append(source)
-        return opening(buffer, source, index)
-
-    transport.receive = counted  # type: ignore[method-assign]
+    counted = Mock(wraps=channels[1]._transport.receive)
+    channels[1]._transport.receive = counted  # type: ignore[method-assign]
 
     def receive(channel: Channel) -> None:
-        assert len(sources) == ahead
+        assert counted.call_count == ahead
         channel.receive(messages[0])
         assert channel.held_bytes == (1 + ahead) * 16
-        assert len(sources) == opened
-        channel.receive(messages[1])
-        assert len(sources) == min(opened + 1, 5)
-        for message in messages[2:]:
+        assert counted.call_count == opened
+        for message in messages[1:]:
             channel.receive(message)
         for message in messages:
             channel.release(message)
 
     all_well(channels, one_way(messages, receive))
-    assert len(sources) == len(messages)
-
-
-def test_what_is_received_next_has_its_receive_open_though_others_are_sent_before() -> None:
-    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
-    channels = local_channels(2)
-    wanted = [messages[k] for k in (0, 3, 1, 2, 4, 5)]
-    held = []
-
-    def body(channel: Channel) -> None:
-        channel.begin(messages if channel.rank == 1 else [], wanted if channel.rank == 1 else [])
-        held.append(channel.held_bytes)
-        for message in messages if channel.rank == 0 else []:
-            channel.send(message, [torch.zeros(4)])
-        for message in wanted if channel.rank == 1 else []:
-            channel.receive(message)
-            channel.release(message)
-            held.append(channel.held_bytes)
-        channel.end()
-
-    all_well(channels, body)
-    # The first two that it receives, and what is sent in front of them; then always what two more take.
-    assert [size // 16 for size in held if size] == [4, 3, 2, 2, 2, 1]
+    assert counted.call_count == len(messages)
 
 
 @pytest.mark.parametrize("wait", ["finish_send", "all_gather_object", "all_reduce"])
@@ -180,73 +147,6 @@ def test_a_wait_opens_the_receives_that_other_ranks_may_be_waiting_for(wait: str
         channel.end()
 
     all_well(local_channels(2, timeout_s=5.0), body)
-
-
-def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
-    """No packed copy; a value that is not contiguous, or one of several, is packed."""
-    rows, columns = 200, 300  # large enough to be looked after during the step
-    plain, strided = floats("a", 0, 1, (rows, columns)), floats("b", 0, 1, (rows, columns))
-    two = floats("c", 0, 1, (rows, columns), (columns,))
-    turned = torch.arange(float(rows * columns)).view(columns, rows).T
-
-    def body(channel: Channel) -> None:
-        channel.begin([plain, strided, two] if channel.rank == 1 else [])
-        channel.all_gather_object(None)  # both receives of `ahead` are open now, the third is not
-        if channel.rank == 0:
-            channel.send(plain, [torch.ones(rows, columns)])
-            channel.send(strided, [turned])
-            channel.send(two, [torch.ones(rows, columns), torch.ones(columns)])
-            until(lambda: channel.held_bytes == two.bytes)
-        channel.all_gather_object(None)
-        if channel.rank == 1:
-            for message in (plain, strided, two):
-                found = channel.receive(message)[0].clone()
-                if message is strided:
-                    assert torch.equal(found, turned)
-                channel.release(message)
-        channel.end()
-        assert channel.held_bytes == 0
-
-    all_well(local_channels(2), body)
-
-
-def test_sends_are_finished_in_their_order_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones and small ones, which are otherwise looked at only at the end of the step."""
-    large = (1 << 15,)
-    messages = [floats("a", 0, 1, (8,)), floats("b", 0, 1, large), floats("c", 0, 1, (8,), (8,))]
-    left = [[m.bytes for m in messages[k:]] for k in range(4)]
-
-    def body(channel: Channel) -> None:
-        channel.begin(messages if channel.rank == 1 else [])
-        if channel.rank == 0:
-            for message in messages:
-                channel.send(message, [torch.ones(v.shape) for v in message.values])
-            turns = 0
-            while channel.held_bytes:
-                assert channel.finish_send()
-                turns += 1
-                assert channel.held_bytes <= sum(left[turns])
-            assert not channel.finish_send()
-        else:
-            for message in messages:
-                channel.receive(message)
-                channel.release(message)
-        channel.end()
-
-    monkeypatch.setattr(channel, "AHEAD", 1)
-    all_well(local_channels(2), body)
-
-
-@pytest.mark.parametrize("announced", [False, True])
-def test_only_what_is_announced_is_received_and_all_of_it(announced: bool) -> None:
-    message = floats("1SEND_B0>0", 1, 0, (1,))
-
-    def body(channel: Channel) -> None:
-        channel.begin([message] if announced else [])
-        channel.end() if announced else channel.receive(message)
-
-    (error,) = ends(local_channels(2)[:1], body)
-    assert ("without having received 1SEND_B0>0" if announced else "not announced") in str(error)
 
 
 def test_sums_over_all_and_over_some_ranks() -> None:
@@ -285,10 +185,9 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     channels = local_channels(2)
     channels[0]._timeout_s = 0.5
     first, second = ends(channels, body)
-    assert type(first) is CommunicationError
-    assert re.match(r"rank 0 waited \d+(\.\d+)? s for 1SEND_F0>0 from rank 1\n", str(first))
+    assert type(first) is CommunicationError and "1SEND_F0>0 from rank 1" in str(first)
     assert "1     1F0   0SEND_F0>1 from rank 0, for" in str(first)
-    assert "they wait for each other" in str(first) and "same calls" in str(first.hint)
+    assert "they wait for each other" in str(first)
     assert isinstance(second, PeerError)
 
 
@@ -297,25 +196,16 @@ def test_one_threads_exception_ends_the_others_waits() -> None:
         if channel.rank == 1:
             raise ValueError("boom")
         wanted = floats("1SEND_B0>0", 1, channel.rank, (1,))
-        channel.begin([wanted])
-        channel.receive(wanted)
+        if channel.rank == 0:
+            channel.begin([wanted])
+            channel.receive(wanted)
+        channel.watch._board.wait_for_failure(300)
+        channel.watch.check()  # where a rank does not wait, it asks
 
     errors = ends(local_channels(3), body)
     for error in (errors[0], errors[2]):
-        assert isinstance(error, PeerError)
-        assert str(error).startswith("rank 1 failed: ValueError: boom\nTraceback (most recent call last)")
+        assert isinstance(error, PeerError) and str(error).startswith("rank 1 failed: ValueError: boom\n")
         assert 'raise ValueError("boom")' in str(error)
-
-
-def test_a_rank_that_does_not_wait_learns_of_a_failure_when_it_asks() -> None:
-    first, second = local_channels(2)
-    with pytest.raises(ValueError, match="boom"), second.watch:
-        raise ValueError("boom")
-    with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), first.watch:
-        first.watch._board.wait_for_failure(300)
-        first.watch.check()
-    with pytest.raises(PeerError, match="rank 1 failed"):
-        first.send(floats("a", 0, 1, (1,)), [torch.ones(1)])
 
 
 # Messages on the wire, and the pool of their buffers.
@@ -353,40 +243,31 @@ def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found, strict=True))
     assert all(start % ALIGNMENT == 0 for start in this.offsets)
     assert all(has_order(view, value.order) for view, value in zip(found, parts, strict=True))
+    assert len(parts) != 1 or this.bytes == parts[0].bytes, "one value travels without padding"
     assert all(view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for view in found)
 
 
-@given(values())
-def test_one_value_travels_without_padding(value: Value) -> None:
-    assert message(value).bytes == value.bytes
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        ([torch.zeros(4, 9, dtype=torch.bfloat16)], r"\[4, 9\]"),
+        ([torch.zeros(4, 8)], "float32"),
+        ([torch.zeros(4, 8, dtype=torch.bfloat16)] * 2, "2 tensors"),
+    ],
+)
+def test_tensors_that_differ_from_the_plan_are_refused(tensors: list[torch.Tensor], word: str) -> None:
+    with pytest.raises(CommunicationError, match=word):
+        check_tensors(message(Value(name="h", shape=(4, 8), dtype="bfloat16")), tensors)
 
 
-def test_tensors_that_differ_from_the_plan_are_refused() -> None:
-    this = message(Value(name="h", shape=(4, 8), dtype="bfloat16"))
-    with pytest.raises(CommunicationError) as found:
-        check_tensors(this, [torch.zeros(4, 9, dtype=torch.bfloat16)])
-    assert found.value.message == "0SEND_F2>1: value h is bfloat16[4, 9], but the plan says bfloat16[4, 8]"
-    with pytest.raises(CommunicationError, match=r"value h is float32\[4, 8\], but the plan says bfloat16"):
-        check_tensors(this, [torch.zeros(4, 8)])
-    with pytest.raises(CommunicationError, match="carries 1 values, but 2 tensors were given"):
-        check_tensors(this, [torch.zeros(4, 8)] * 2)
-
-
-def test_a_pool_hands_buffers_out_again_and_counts_them() -> None:
+def test_a_pool_hands_buffers_out_again_and_frees_sizes_that_are_no_longer_used() -> None:
     pool = BufferPool(torch.device("cpu"))
     first, second = pool.take(100), pool.take(100)
     pool.give(first)
-    assert pool.take(100) is first
-    assert pool.take(64) is not second
+    assert pool.take(100) is first and pool.take(64) is not second
     assert pool.used_bytes == 264
-
-
-def test_a_pool_frees_sizes_that_are_no_longer_used() -> None:
-    pool = BufferPool(torch.device("cpu"))
-    for size in (100, 64):
-        pool.give(pool.take(size))
-    pool.drop_unused()
-    assert pool._idle.keys() == {100, 64}, "both sizes were used lately"
-    pool.give(pool.take(64))
-    pool.drop_unused()
-    assert pool._idle.keys() == {64}
+    pool.give(first)
+    for lately in ({100, 64}, {64}):
+        pool.give(pool.take(64))
+        pool.drop_unused()
+        assert pool._idle.keys() == lately

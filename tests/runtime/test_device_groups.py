@@ -29,37 +29,21 @@ class NotStarted(Exception):
 class Group(dist.ProcessGroup):
     """Of two ranks; notes its end, and sends nothing."""
 
-    def __init__(self, name: str, aborted: list[str]) -> None:
+    def __init__(self, name: str, ended: list[str]) -> None:
         super().__init__(0, 2)
         self.called = name
-        self.aborted = aborted
+        self.ended = ended
 
     def abort(self) -> None:
-        self.aborted.append(self.called)
+        self.ended.append(f"abort {self.called}")
+
+    def shutdown(self) -> None:
+        self.ended.append(f"shutdown {self.called}")
 
     def send(self, *_: object) -> SimpleNamespace:
         return SimpleNamespace(wait=lambda: None)
 
     recv = send
-
-
-def transport(aborted: list[str]) -> DeviceTransport:
-    def make(name: str, rank: int, ranks: int) -> Group:
-        return Group(name, aborted)
-
-    watch = Watch(local_boards(2)[0])
-    made = DeviceTransport(
-        Group("world", aborted),
-        watch,
-        make=make,
-        make_control=make,
-        device=torch.device("cpu"),
-        timeout_s=LIMIT_S,
-        pairs=[(0, 1), (1, 0)],
-    )
-    made.open_groups([SumGroup("tied", (0, 1))])
-    made._lookout.close()
-    return made
 
 
 def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,24 +79,35 @@ def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, launched: boo
     assert backend == "nccl" and limit >= 3 * timedelta(seconds=LIMIT_S)
 
 
-def test_a_failure_ends_sums_too() -> None:
-    """And no group waits for its operations then: some may never end."""
-    aborted: list[str] = []
-    made = transport(aborted)
-    made._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
-    made.interrupt()
-    made.close()
-    assert sorted(aborted) == ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)", "world"]
-
-
-def test_closing_shuts_down_the_groups_that_were_made_and_no_others() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failure_aborts_all_groups_and_an_end_shuts_down_those_that_were_made(fails: bool) -> None:
+    """After a failure no group waits for its operations: some may never end."""
     ended: list[str] = []
-    made = transport([])
-    for group in (made._group, *made._edges.values(), *made._open.values()):
-        group.shutdown = lambda name=group.called: ended.append(name)
+
+    def make(name: str, rank: int, ranks: int) -> Group:
+        return Group(name, ended)
+
+    made = DeviceTransport(
+        Group("world", ended),
+        Watch(local_boards(2)[0]),
+        make=make,
+        make_control=make,
+        device=torch.device("cpu"),
+        timeout_s=LIMIT_S,
+        pairs=[(0, 1), (1, 0)],
+    )
+    made.open_groups([SumGroup("tied", (0, 1))])
+    made._lookout.close()
+    if fails:
+        made._control.interrupt = lambda: None  # type: ignore[method-assign]  # it has tests of its own
+        made.interrupt()
     made.close()
     made.close()
-    assert sorted(ended) == ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)"]
+    theirs = ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)"]
+    expected = (
+        [f"abort {name}" for name in (*theirs, "world")] if fails else [f"shutdown {n}" for n in theirs]
+    )
+    assert sorted(ended) == expected
 
 
 def open_sockets() -> int:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeloom
 from pipeloom import Cluster, Device, Job, Link, Options, Pipeline, Plan
-from pipeloom.ir.errors import InfeasibleError, MemoryCapError
+from pipeloom.ir.errors import InfeasibleError
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.weights import Weights, clip_factor
 
@@ -55,11 +55,6 @@ def test_messages_that_are_through_make_room_for_an_update() -> None:
     without = peaks(())
     less = tuple(peak - WIDTH for peak in without)
     assert all(peak <= cap for peak, cap in zip(peaks(less), less, strict=True))
-
-
-def test_a_message_says_how_much_is_missing() -> None:
-    with pytest.raises(MemoryCapError, match=r"its cap is .* less"):
-        peaks((WIDTH * WIDTH,) * RANKS)
 
 
 def low_model() -> nn.Module:
@@ -155,36 +150,20 @@ def test_gradients_are_clipped_as_torch_does(dtype: torch.dtype, odd: float) -> 
     assert all(close(name).all() for name in params)
 
 
-def test_gradients_within_the_limit_are_not_written_on_cpus() -> None:
-    weights = Weights({"p": nn.Parameter(torch.ones(4))}, {}, None)
-    weights.grads.add("p", torch.ones(4))
-    total = weights.grads.sums["p"]
-    before = total._version
-    weights.scale_gradients(clip_factor(torch.tensor(2.0), 3.0))
-    assert total._version == before
-    weights.scale_gradients(clip_factor(torch.tensor(2.0), 1.0))
-    assert total._version > before
-
-
-class Products(TorchDispatchMode):
-    """The dtypes that products are computed in, by device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mul_.Tensor:
-            self.seen.append((args[0].device.type, torch.result_type(*args)))
-        return func(*args, **(kwargs or {}))
-
-
 def test_accelerators_scale_narrow_gradients_in_float32() -> None:
     """A number there took the gradients' dtype before it multiplied. The meta device stands for them."""
+    dtypes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mul_.Tensor:
+                dtypes.append(torch.result_type(*args))
+            return func(*args, **(kwargs or {}))
+
     for shape in ((5, 3), ()):
         param = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device="meta"))
         weights = Weights({"p": param}, {}, lambda own: torch.optim.SGD(own, lr=0.1))
         weights.grads.add("p", torch.zeros_like(param))
-        with Products() as products:
+        with Products():
             weights.scale_gradients(torch.zeros((), device="meta"))
-        assert products.seen == [("meta", torch.float32)]
+    assert dtypes == [torch.float32] * 2

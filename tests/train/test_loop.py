@@ -112,23 +112,20 @@ def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path:
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
-def test_plain_lines_when_there_is_no_terminal(tiny: Config, run: Callable) -> None:
-    out = console()
-    run(tiny, "a", console=out)
-    printed = out.file.getvalue()
-    first, tenth, last = printed.splitlines()
-    assert first.startswith("step 1/12  loss 5.")
-    assert first.endswith("64 tokens/s  bubble 25.0 %  memory 1.0 MiB | 2.0 MiB")
-    assert tenth.startswith("step 10/12  loss ") and "validation" in tenth
-    assert last.startswith("step 12/12")
-    assert "\x1b" not in printed and "\r" not in printed
-
-
-def test_a_bar_on_a_terminal(tiny: Config, run: Callable) -> None:
-    out = console(terminal=True)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(
+    tiny: Config, run: Callable, terminal: bool
+) -> None:
+    out = console(terminal)
     run(tiny, "a", console=out)
     printed = out.file.getvalue()
     assert "12/12" in printed and "bubble 25.0 %" in printed and "memory 1.0 MiB | 2.0 MiB" in printed
+    if not terminal:
+        first, tenth, last = printed.splitlines()
+        assert first.startswith("step 1/12  loss 5.") and "64 tokens/s" in first
+        assert tenth.startswith("step 10/12  loss ") and "validation" in tenth
+        assert last.startswith("step 12/12")
+        assert "\x1b" not in printed and "\r" not in printed
 
 
 def test_only_rank_0_writes(tiny: Config, plain: Callable, tmp_path: Path) -> None:
