@@ -20,6 +20,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime import channel, transport
 from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.rehearsal import ActionTimes, Rehearsal
@@ -66,21 +67,28 @@ def offloading(stages: int) -> tuple[Plan, int]:
     return runs.treated_plan(TANH, plan, "offload"), size
 
 
+def slowest(pipeline: Pipeline) -> Timeline:
+    """As simulated where copies never end."""
+    forecast, costs = pipeline.forecast(), {}
+    for each in pipeline.channel.all_gather_object(forecast.memory()):
+        costs |= each
+    slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for _, cost in sorted(costs.items()))
+    where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
+    return simulate(forecast.program, forecast.variant.stages, slow, where)
+
+
 def test_slow_copies_cost_time_but_no_room(tmp_path: Path, slow_disk: None) -> None:
     """However slow the disk is, a rank holds what the simulator says of a step in which copies never end."""
     plan, size = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
-        forecast = pipeline.forecast()
-        costs = tuple(replace(c, offload_s=1e6, reload_s=1e6) for _, c in sorted(forecast.memory().items()))
-        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
-        predicted = simulate(forecast.program, forecast.variant.stages, costs, where)
+        predicted = slowest(pipeline).peak_bytes(0)
         for step in range(2):  # the first one makes the optimizer's state
             pipeline.step(TANH.batch(step, ROWS * COUNT))
-        slowest = pipeline.ledger.peak
-        assert slowest <= predicted.peak_bytes(0) < slowest + size
-        awaited = {str(a) for a in forecast.program.rows[0] if a.kind == "AWAIT"}
+        peak = pipeline.ledger.peak
+        assert peak <= predicted < peak + size
+        awaited = {str(a) for a in pipeline.forecast().program.rows[0] if a.kind == "AWAIT"}
         assert awaited == {e.action for e in pipeline.measured().events if "AWAIT" in e.action}
-    with Pipeline(TANH, replace(plan, caps=(slowest,)), options=Options(offload_dir=tmp_path)) as pipeline:
+    with Pipeline(TANH, replace(plan, caps=(peak,)), options=Options(offload_dir=tmp_path)) as pipeline:
         for step in range(2):
             pipeline.step(TANH.batch(step, ROWS * COUNT))
 
@@ -105,24 +113,17 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
     plan, size = offloading(2)
 
     def expected(pipeline: Pipeline) -> list[int]:
-        forecast, costs = pipeline.forecast(), {}
-        for each in pipeline.channel.all_gather_object(forecast.memory()):
-            costs |= each
-        slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for _, cost in sorted(costs.items()))
-        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
-        predicted = simulate(forecast.program, forecast.variant.stages, slow, where)
-        return [predicted.peak_bytes(r) for r in range(2)]
+        predicted = slowest(pipeline)
+        return [predicted.peak_bytes(rank) for rank in range(2)]
 
     def rank(pipeline: Pipeline) -> tuple[int, int, int]:
         pipeline.step(TANH.batch(0, ROWS * COUNT))
         predicted = pipeline.rehearse()
-        rehearsals = pipeline.rehearsals
-        assert rehearsals is not None
+        assert pipeline.rehearsals is not None
         pipeline.step(TANH.batch(1, ROWS * COUNT))
-        walked = rehearsals._rehearsal.ledger.peak
+        walked = pipeline.rehearsals._rehearsal.ledger.peak
         return predicted.peak_bytes(pipeline.rank), walked, pipeline.ledger.peak
 
-    assert size > 4 * ACTIVATION
     with sends_are_through_at_once():
         peaks = runs.each_rank(TANH, plan, expected, offload_dir=tmp_path)[0]
         caps = tuple(peak + size // 8 for peak in peaks)
@@ -136,9 +137,8 @@ def test_what_nothing_makes_room_for_is_refused_before_it_runs(tmp_path: Path, s
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         pipeline.step(TANH.batch(0, ROWS * COUNT))
         cap = pipeline.ledger.cap_bytes = pipeline.ledger.total + 1000
-        with pytest.raises(MemoryCapError) as caught:
+        with pytest.raises(MemoryCapError, match="rank 0 needs .* for 0F0 "):
             pipeline.step(TANH.batch(1, ROWS * COUNT))
-        assert all(part in caught.value.message for part in ("rank 0 needs ", " for 0F0 ", "no message"))
         assert pipeline.ledger.total <= cap
 
 

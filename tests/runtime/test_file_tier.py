@@ -5,25 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-import zoo
 from hypothesis import given, strategies as st
 
-from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.runtime.file_tier import PAGE, FileAllocator, FileTier, lies_in_memory
-from pipeloom.runtime.open_tier import open_tier
-from pipeloom.runtime.tier import Copy
 from pipeloom.tracer.stage.functions import Slot, Tensors
 
 
@@ -79,28 +71,6 @@ def test_everything_comes_back_as_it_was(tier: FileTier) -> None:
             assert tensor.stride() == before[slot].stride()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
-    copy = tier.offload("0OFFLOAD0", one())
-    if asked:
-        copy.reload()
-    copy.discard()
-    assert copy.back is not None and copy.back.exception(60) is None
-    assert tier.used_bytes == 0
-    there_and_back(tier, one())
-    assert os.fstat(tier._file.fileno()).st_size == 4096
-
-
-def test_what_is_there_is_counted(tier: FileTier) -> None:
-    copies: list[Copy] = [tier.offload(f"0OFFLOAD{m}", one()) for m in range(2)]
-    assert tier.used_bytes == 8000
-    for copy in copies:
-        copy.reload()
-        copy.take(never)
-        assert copy.gone() and copy.offload_span is not None and copy.reload_span is not None
-    assert tier.used_bytes == 0
-
-
 def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
     tensors = one()
     alive = weakref.ref(tensors[Slot("residual", "a")].untyped_storage())
@@ -109,28 +79,22 @@ def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
     assert alive() is None
 
 
-def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
-    tier = FileTier(tmp_path / "new" / "one", 0)
-    tier.offload("0OFFLOAD0", residuals())
-    assert not list((tmp_path / "new" / "one").iterdir())
-    tier.close()
-    tier.close()
-    assert not list((tmp_path / "new" / "one").iterdir())
-
-
-def test_a_rank_that_ends_first_leaves_the_directory_to_the_others(tmp_path: Path) -> None:
-    first, second = FileTier(tmp_path / "shared", 0), FileTier(tmp_path / "shared", 1)
+def test_a_directory_may_be_made_and_vanish_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "one"
+    first, second = FileTier(place, 0), FileTier(place, 1)
+    assert not list(place.iterdir())
     first.close()
-    assert (tmp_path / "shared").is_dir()
+    first.close()
+    place.rmdir()
     there_and_back(second, residuals())
     second.close()
+    assert not place.exists()
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="rank 3 cannot offload to .*file/deep: Not a directory") as caught:
+    with pytest.raises(ConfigError, match="Not a directory"):
         FileTier(tmp_path / "file" / "deep", 3)
-    assert "--offload-dir" in str(caught.value.hint)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
@@ -140,8 +104,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
         tier.offload("1OFFLOAD2", tensors)
-    said = str(caught.value)
-    assert all(part in said for part in ("rank 3", "24.0 KiB at 1OFFLOAD2", "No space left", str(tmp_path)))
+    assert all(part in str(caught.value) for part in ("rank 3", "1OFFLOAD2", "No space left", str(tmp_path)))
     assert len(tensors) == 7  # they are where they were
 
 
@@ -150,28 +113,8 @@ def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
     copy.away.result(10)
     os.ftruncate(tier._file.fileno(), 5000)
     copy.reload()
-    with pytest.raises(OffloadError, match="11.7 KiB at 1OFFLOAD2, .* 4.9 KiB are left"):
+    with pytest.raises(OffloadError, match="1OFFLOAD2, .* are left"):
         copy.take(never)
-
-
-OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(RuntimeError(OUT_OF_MEMORY), "can't allocate memory"), (MemoryError(), "out of memory")],
-)
-def test_no_memory_to_read_into_is_said(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
-) -> None:
-    copy = tier.offload("1OFFLOAD2", one())
-    copy.leave(never)
-    monkeypatch.setattr(torch, "empty", failing(error))
-    copy.reload()
-    with pytest.raises(OffloadError) as caught:
-        copy.take(never)
-    assert all(part in caught.value.message for part in ("rank 3", "3.9 KiB offloaded at 1OFFLOAD2", words))
-    assert "resume from the last checkpoint" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("kind", "found"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
@@ -186,16 +129,6 @@ def test_folders_in_memory_are_told_by_their_mount(tmp_path: Path, kind: str, fo
     assert not lies_in_memory(here, tmp_path / "no mounts, as elsewhere than on Linux")
 
 
-def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
-    place = tmp_path / "gone"
-    tier = FileTier(place, 0)
-    place.rmdir()
-    given = residuals()
-    expected = given[Slot("residual", "dense")].clone()
-    assert torch.equal(there_and_back(tier, given)[Slot("residual", "dense")], expected)
-    tier.close()
-
-
 def test_a_wait_ends_when_another_rank_fails(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         raise PeerError("rank 1 failed")
@@ -208,35 +141,6 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier, monkeypatch: pytest
         with pytest.raises(PeerError):
             wait(check)
     stuck.set()
-
-
-PLAN = Plan(
-    graph="",
-    planner="",
-    stages=tuple(StagePlan(ops=(name,)) for name in "abc"),
-    placement=(0, 1, 2),
-    schedule="1f1b",
-    schedule_rows=(),
-    microbatches=1,
-    memory=MemoryPolicy(stages=({}, {"relu": "offload"}, {"relu": "offload"})),
-)
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_the_first_rank_that_offloads_to_a_folder_in_memory_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
-) -> None:
-    monkeypatch.setattr("pipeloom.runtime.file_tier.lies_in_memory", lambda folder: in_memory)
-    warned = []
-    for rank in range(3):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            tier = open_tier(PLAN, (rank,), torch.device("cpu"), tmp_path, rank)
-        if tier is not None:
-            tier.close()
-        warned += [(rank, str(warning.message)) for warning in seen]
-    assert [rank for rank, _ in warned] == ([1] if in_memory else [])
-    assert all("tmpfs" in text and str(tmp_path) in text and "--offload-dir" in text for _, text in warned)
 
 
 # Copies of residuals in a file, and the places they take there.
@@ -255,9 +159,15 @@ def test_no_thread_starts_in_a_step(tier: FileTier) -> None:
 @pytest.mark.parametrize(("call", "asked"), [("pwrite", False), ("pwrite", True), ("preadv", True)])
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(EIO, OffloadError), (MemoryError(), OffloadError), (TypeError("nobody thought of it"), TypeError)],
+    [
+        (EIO, OffloadError),
+        (MemoryError(), OffloadError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OffloadError),
+        (TypeError("nobody thought of it"), TypeError),
+    ],
+    ids=repr,
 )
-def test_it_is_said_and_its_place_and_bytes_are_given_back(
+def test_what_fails_is_said_and_its_place_and_bytes_are_given_back(
     tier: FileTier,
     monkeypatch: pytest.MonkeyPatch,
     call: str,
@@ -270,8 +180,7 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
         copy = tier.offload("0OFFLOAD0", one(PAGE // 4))
         if asked:
             copy.reload()
-        said = "rank 3 .* 4.0 KiB at 0OFFLOAD0: Input/" if error is EIO and call == "pwrite" else None
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match="rank 3 .*0OFFLOAD0" if kind is OffloadError else None):
             (copy.take if asked else copy.leave)(never)
         if call == "pwrite":
             with pytest.raises(kind):
@@ -283,35 +192,10 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
     assert os.fstat(tier._file.fileno()).st_size == 2 * PAGE
 
 
-def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = zoo.job("skips")
-    plan = runs.treated_plan(job, runs.even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")
-    with Pipeline(job, plan, options=Options(offload_dir=tmp_path)) as pipeline:
-        tier = pipeline.tier
-        assert isinstance(tier, FileTier)
-        pipeline.step(job.batch(0, 8))
-        for call in ("pwrite", "preadv"):
-            with monkeypatch.context() as broken:
-                broken.setattr(os, call, failing(EIO))
-                with pytest.raises(OffloadError, match="Input/output error"):
-                    pipeline.step(job.batch(1, 8))
-            pipeline.step(job.batch(2, 8))
-            assert tier.used_bytes == pipeline.ledger.host == 0
-        assert tier._allocator._free == [(0, tier._allocator.end)]
-
-
-# Free room of a file: what is taken never overlaps, and what is given back is used again.
-
-
-SIZES = st.integers(0, 12)
-MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)
-"""Take a place of that size, or give back one of those taken (the number picks it)."""
-
-
 class File:
-    """A file that may be `limit` long, and what of it is taken, as a list of pieces."""
+    """What is taken of a file that may be `limit` long."""
 
-    def __init__(self, limit: int = 1 << 20) -> None:
+    def __init__(self, limit: int) -> None:
         self.length, self.limit = 0, limit
         self.taken: list[tuple[int, int]] = []
         self.allocator = FileAllocator(self.lengthen)
@@ -322,21 +206,6 @@ class File:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.length += size
 
-    def take(self, size: int) -> None:
-        gaps, before = list(self.gaps()), self.length
-        begin = self.allocator.allocate(size)
-        if size and self.length > before:
-            assert all(length < size for _, length in gaps), "there was room"
-            last = next((length for at, length in gaps if at + length == before), 0)
-            assert self.length == before + size - last
-        elif size:
-            assert (begin, min(length for _, length in gaps if length >= size)) in gaps
-        self.taken.append((begin, size))
-
-    def give_back(self, which: int) -> None:
-        if self.taken:
-            self.allocator.free(*self.taken.pop(which % len(self.taken)))
-
     def gaps(self) -> Iterator[tuple[int, int]]:
         at = 0
         for begin, size in [*sorted(piece for piece in self.taken if piece[1]), (self.length, 0)]:
@@ -345,34 +214,30 @@ class File:
                 yield at, begin - at
             at = begin + size
 
-    def assert_right(self) -> None:
-        assert self.allocator.end == self.length
-        assert self.allocator._free == list(self.gaps())
+    def take(self, size: int) -> None:
+        gaps, before = list(self.gaps()), self.length
+        try:
+            begin = self.allocator.allocate(size)
+        except OSError:
+            assert before == self.length and all(length < size for _, length in gaps)
+            return
+        if size and self.length > before:
+            assert all(length < size for _, length in gaps), "there was room"
+            last = next((length for at, length in gaps if at + length == before), 0)
+            assert self.length == before + size - last
+        elif size:
+            assert (begin, min(length for _, length in gaps if length >= size)) in gaps
+        self.taken.append((begin, size))
 
 
-@given(MOVES)
-def test_places_never_overlap_and_all_comes_back(moves: list[tuple[bool, int]]) -> None:
-    file = File()
-    for takes, number in moves:
-        file.take(number) if takes else file.give_back(number)
-        file.assert_right()
-    while file.taken:
-        file.give_back(-1)
-    file.assert_right()
-    assert list(file.gaps()) == ([(0, file.length)] if file.length else [])
-
-
-@given(MOVES, st.integers(0, 40))
-def test_where_the_disk_is_full_nothing_changes(moves: list[tuple[bool, int]], limit: int) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60), st.integers(0, 80))
+def test_places_never_overlap_and_are_used_again(moves: list[tuple[bool, int]], limit: int) -> None:
+    """Each move takes a place of a size, or gives back one of those taken. The disk may be full."""
     file = File(limit)
     for takes, number in moves:
-        if not takes:
-            file.give_back(number)
-            continue
-        before = (file.length, list(file.taken))
-        try:
+        if takes:
             file.take(number)
-        except OSError:
-            assert before == (file.length, file.taken)
-            assert all(length < number for _, length in file.gaps())
-        file.assert_right()
+        elif file.taken:
+            file.allocator.free(*file.taken.pop(number % len(file.taken)))
+        assert file.allocator.end == file.length
+        assert file.allocator._free == list(file.gaps())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import delayed
 import pytest
@@ -16,7 +19,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
-from pipeloom.ir.errors import CheckpointError, PipeloomError
+from pipeloom.ir.errors import CheckpointError, MemoryCapError, OffloadError, PipeloomError
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
@@ -45,20 +48,33 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
         pipeline.worker.verbs = verbs
 
 
-@pytest.mark.parametrize("kind", [RELOAD, B])
-def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
+@contextmanager
+def disk_fails(call: str) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with patch.object(os, call, fail), pytest.raises(OffloadError, match="Input/output error"):
+        yield
+
+
+@pytest.mark.parametrize("breaks", [RELOAD, B, "pwrite", "preadv"])
+def test_the_next_step_starts_from_nothing(breaks: Any, tmp_path: Path) -> None:
     plan = runs.treated_plan(JOB, runs.even_plan(JOB, 1, microbatches=4, schedule="gpipe"), "offload")
     each = sum(residual.bytes for residual in runs.residuals_of(JOB, plan).values())
-    with Pipeline(JOB, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+    with patch("pipeloom.runtime.file_tier.lies_in_memory", return_value=True):
+        with pytest.warns(UserWarning, match="tmpfs"):
+            pipeline = Pipeline(JOB, plan, options=Options(offload_dir=tmp_path))
+    with pipeline:
         tier = pipeline.tier
         assert isinstance(tier, FileTier)
         pipeline.step(JOB.batch(0, 8))
         levels = dict(pipeline.ledger.levels)
         for _ in range(2):
-            with interrupted(pipeline, kind, 0):
+            with interrupted(pipeline, breaks, 0) if breaks in (RELOAD, B) else disk_fails(breaks):
                 pipeline.step(JOB.batch(1, 8))
             pipeline.step(JOB.batch(2, 8))
             assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.used_bytes == 0
+        assert tier._allocator._free == [(0, tier._allocator.end)]
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
         # However slow copies are, there are never more than a step's and those of the one broken off before.
         assert pipeline.ledger.host_peak <= 2 * plan.microbatches * each
@@ -79,41 +95,37 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
         return losses, dict(pipeline.weights.newest_state), pipeline.weights.last_gradients
 
 
+def assert_leaves_nothing(broken: Callable[[Pipeline], None], accumulate: int = 1) -> None:
+    found, expected = (trained(each, accumulate=accumulate) for each in (broken, None))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("kind", "at", "accumulate"),
-    [*(pytest.param(*how, 1, marks=pytest.mark.slow) for how in ((F, 2), (B, 1))), (B, 4, 2), (STEP, 0, 1)],
+    [pytest.param(F, 2, 1, marks=pytest.mark.slow), (B, 4, 2), (STEP, 0, 1)],
 )
 def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
     def broken(pipeline: Pipeline) -> None:
         with interrupted(pipeline, kind, at):
             pipeline.step(pipeline.job.batch(1, 6 * accumulate))
 
-    torch.testing.assert_close(
-        trained(broken, accumulate=accumulate), trained(None, accumulate=accumulate), rtol=0, atol=0
-    )
+    assert_leaves_nothing(broken, accumulate)
 
 
-def test_an_error_that_the_user_catches_leaves_nothing_either() -> None:
+def test_an_error_that_the_user_catches_and_a_rehearsal_leave_nothing_either() -> None:
     def broken(pipeline: Pipeline) -> None:
         pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
-        with pytest.raises(PipeloomError, match="its cap is"):
+        with pytest.raises(MemoryCapError):
             pipeline.step(pipeline.job.batch(1, 6))
         pipeline.ledger.cap_bytes = None
-
-    torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
-
-
-def test_a_rehearsal_leaves_nothing_either() -> None:
-    def broken(pipeline: Pipeline) -> None:
         pipeline.rehearse()
         assert pipeline.rehearsals is not None
-        worker = pipeline.rehearsals._rehearsal.worker
-        own, pipeline.worker = pipeline.worker, worker
+        own, pipeline.worker = pipeline.worker, pipeline.rehearsals._rehearsal.worker
         with interrupted(pipeline, B, 1):
             pipeline.rehearse()
         pipeline.worker = own
 
-    torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
+    assert_leaves_nothing(broken)
 
 
 def test_what_operations_have_begun_ends_before_the_next_step() -> None:
@@ -134,31 +146,24 @@ def test_what_operations_have_begun_ends_before_the_next_step() -> None:
 
 
 def test_a_torn_update_needs_a_checkpoint(tmp_path: Path) -> None:
-    plan = runs.even_plan(JOB, 1, microbatches=2)
-
     def tear() -> None:
         next(iter(pipeline.weights.params.values())).data.zero_()
         raise KeyboardInterrupt
 
-    with Pipeline(JOB, plan) as pipeline:
+    with Pipeline(JOB, runs.even_plan(JOB, 1, microbatches=2)) as pipeline:
         pipeline.step(JOB.batch(0, 4))
         pipeline.save(tmp_path)
         expected = {n: p.detach().clone() for n, p in pipeline.weights.params.items()}
-        update, pipeline.weights.step = pipeline.weights.step, tear  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(pipeline.weights, "step", tear)
             pipeline.step(JOB.batch(1, 4))
-        pipeline.weights.step = update  # type: ignore[method-assign]
         for call in (lambda: pipeline.step(JOB.batch(1, 4)), lambda: pipeline.save(tmp_path)):
-            with pytest.raises(PipeloomError) as caught:
+            with pytest.raises(PipeloomError, match="update") as caught:
                 call()
-            assert caught.value.message == (
-                "step 2 was broken off (KeyboardInterrupt) in the middle of its update: "
-                "some parameters may be updated and others not"
-            )
-            assert caught.value.hint == "load the newest checkpoint, or make the pipeline again"
+            assert "checkpoint" in str(caught.value.hint)
         with pytest.raises(CheckpointError):
             pipeline.load(tmp_path / "nowhere")
-        with pytest.raises(PipeloomError, match="updated"):
+        with pytest.raises(PipeloomError, match="update"):
             pipeline.step(JOB.batch(1, 4))
         pipeline.load(tmp_path)
         for name, param in pipeline.weights.params.items():
@@ -188,12 +193,10 @@ def stop(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("ranks", "steady"), [(1, False), (1, True), (2, False), (2, True)])
-def test_a_checkpoint_that_all_ranks_refuse_breaks_nothing_off(
-    ranks: int, steady: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_checkpoint_that_all_ranks_refuse_breaks_nothing_off(steady: bool, tmp_path: Path) -> None:
     job = delayed.job_of() if steady else JOB
-    plan = delayed.steady_plan(job, ranks, 2) if steady else runs.even_plan(job, ranks, microbatches=2)
+    plan = delayed.steady_plan(job, 2, 2) if steady else runs.even_plan(job, 2, microbatches=2)
 
     def losses(refused: bool) -> list[float]:
         def rank(_: int, channel: Channel) -> list[float]:
@@ -209,7 +212,7 @@ def test_a_checkpoint_that_all_ranks_refuse_breaks_nothing_off(
                             call()
                 return [*losses, pipeline.step(job.batch(1, 4))]
 
-        return runs.threads(ranks, rank, timeout_s=60.0)[-1]
+        return runs.threads(2, rank, timeout_s=60.0)[-1]
 
     assert losses(refused=True) == losses(refused=False)
 
@@ -235,11 +238,6 @@ def test_two_ranks_refuse_to_go_on() -> None:
         return said
 
     first, second = runs.threads(2, rank, timeout_s=60.0)
-    assert set(first) == {
-        "rank 0 cannot go on: step 2 was broken off (KeyboardInterrupt), and messages to and from it are lost"
-    }
+    assert all("rank 0 cannot go on: step 2 was broken off" in text for text in first)
     assert second[0].startswith("rank 0 failed: KeyboardInterrupt")
-    assert set(second[1:]) == {
-        "rank 1 cannot go on: step 2 was broken off (rank 0 failed: KeyboardInterrupt), and messages to and "
-        "from it are lost"
-    }
+    assert all("rank 1 cannot go on: step 2 was broken off" in text for text in second[1:])
