@@ -57,14 +57,12 @@ SCRIPT = textwrap.dedent(
 )
 
 
-@pytest.mark.sampled("ours-1")
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.sampled("ours")
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
-def test_it_ends_with_status_0_and_keeps_its_globals(kind: str, times: int) -> None:
-    for _ in range(times):
-        for status, output, errors in ends_of(*start_ranks(2, "-c", SCRIPT, kind)):
-            assert (status, errors) == (0, "")
-            assert output.splitlines() == ["initialised: True", "at exit:", "threads:"]
+def test_it_ends_with_status_0_and_keeps_its_globals(kind: str) -> None:
+    for status, output, errors in ends_of(*start_ranks(2, "-c", SCRIPT, kind)):
+        assert (status, errors) == (0, "")
+        assert output.splitlines() == ["initialised: True", "at exit:", "threads:"]
 
 
 @pytest.mark.slow
@@ -92,22 +90,20 @@ def watches(count: int) -> list[Watch]:
 
 
 @pytest.mark.usefixtures("nothing_open")
-def test_an_error_that_was_handled_is_not_what_the_script_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython and pytest leave theirs in `sys.last_value`."""
-    monkeypatch.setattr(sys, "last_value", ValueError("an old one"), raising=False)
-    watch, _ = watches(2)
-    connect._leave_ranks()
-    assert watch._board.failure is None
-
-
-@pytest.mark.usefixtures("nothing_open")
-def test_an_uncaught_error_is_what_it_ends_with() -> None:
+@pytest.mark.parametrize("uncaught", [False, True])
+def test_a_script_ends_with_an_error_that_nobody_has_handled(
+    monkeypatch: pytest.MonkeyPatch, uncaught: bool
+) -> None:
+    """IPython and pytest leave those that were handled in `sys.last_value`."""
+    error = ValueError("no such luck")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
     watch, _ = watches(2)
     shorten_peer_errors()
-    error = ValueError("no such luck")
-    sys.excepthook(ValueError, error, None)
+    if uncaught:
+        sys.excepthook(ValueError, error, None)
     connect._leave_ranks()
-    assert watch._board.failure is not None and "no such luck" in watch._board.failure.summary
+    failure = watch._board.failure
+    assert (failure is not None and "no such luck" in failure.summary) == uncaught
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -185,22 +181,17 @@ def test_a_handler_of_the_users_is_left_alone() -> None:
     assert not interrupted.is_set()
 
 
-def test_a_wake_up_descriptor_in_use_is_left_alone() -> None:
-    first = CtrlC(lambda: True, lambda: None)
+def test_it_starts_neither_in_other_threads_nor_where_somebody_else_listens() -> None:
+    first, second = CtrlC(lambda: True, lambda: None), CtrlC(lambda: True, lambda: None)
+    thread = threading.Thread(target=first.start)
+    thread.start()
+    thread.join()
+    first.stop()
+    assert signal.set_wakeup_fd(-1) == -1
     first.start()
-    second = CtrlC(lambda: True, lambda: None)
     second.start()
     second.stop()
     before = signal.set_wakeup_fd(-1)
     assert before != -1, "the first one still has it"
     signal.set_wakeup_fd(before)
     first.stop()
-
-
-def test_other_threads_start_nothing() -> None:
-    ctrl_c = CtrlC(lambda: True, lambda: None)
-    thread = threading.Thread(target=ctrl_c.start)
-    thread.start()
-    thread.join()
-    ctrl_c.stop()
-    assert signal.set_wakeup_fd(-1) == -1

@@ -104,66 +104,55 @@ def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
     assert seen == [True, True, False]
 
 
-@pytest.mark.parametrize("words", [["--no-rehearse"], ["--cluster", "1 x cpu"]])
+@pytest.mark.parametrize(
+    ("words", "source", "why"),
+    [
+        (["--no-rehearse"], "profile", None),
+        (["--cluster", "1 x cpu"], "roofline", None),
+        ([], "profile", "its ranks ended with exit status 137"),
+    ],
+    ids=["not asked for", "elsewhere", "killed"],
+)
 def test_a_plan_says_why_it_is_not_rehearsed(
-    quick: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    quick: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], source: str, why: str | None
 ) -> None:
-    monkeypatch.setattr(
-        "pipeloom.train.measured_steps.measure_steps", lambda *_, **__: pytest.fail("it was rehearsed")
-    )
-    planned = figures(*PLAN, *words)
-    assert planned["predicted_by"] == ("roofline" if "--cluster" in words else "profile")
+    launched = Mock(return_value=137)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launched)
+    planned = figures(*PLAN, *words, "-o", "plan.json")
+    assert planned["predicted_by"] == source and launched.called == (why is not None)
     assert planned["predicted_step_s"] == planned["profiled_step_s"]
+    assert why in (None, planned["not_rehearsed"]) and (quick / "plan.json").is_file()
     assert f"not rehearsed: {planned['not_rehearsed']}" in said(*words)
-
-
-def test_ranks_that_fail_leave_the_plan(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 137)
-    planned = figures(*PLAN, "-o", "plan.json")
-    assert planned["not_rehearsed"] == "its ranks ended with exit status 137"
-    assert planned["predicted_by"] == "profile" and (quick / "plan.json").is_file()
 
 
 def test_what_branches_gain_is_told_of_the_rehearsed_step_and_the_gap_to_the_bound_of_ops_alone() -> None:
     """What branches gain is as much longer as the step itself; the bound knows nothing of what ranks do
     between ops."""
-    figures = {"step_s": ("0.2", "0.3"), "depth": ("3", "4"), "peak_bytes": ("5", "6")}
-    notes = {
-        f"{what}.{name}": pair[at]
-        for at, what in enumerate(("branches", "no_branches"))
-        for name, pair in figures.items()
-    }
+    notes = {"search.bound_s": "0.16", "search.ended": "converged"}
+    for what, step_s in (("branches", "0.2"), ("no_branches", "0.3")):
+        notes |= {f"{what}.step_s": step_s, f"{what}.depth": "3", f"{what}.peak_bytes": "5"}
     simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
-    notes |= {"search.bound_s": "0.16", "search.ended": "converged"}
     plan = replace(simulated, predicted_step_s=0.2, notes=notes)
     told = reported(plan, [], proof=None, times="profile", rehearsed_s=0.5)
-    assert (told["predicted_step_s"], told["profiled_step_s"], told["predicted_by"]) == (
-        0.5,
-        0.2,
-        "rehearsal",
-    )
-    assert told["branches"] == {
-        "branches": {"step_s": pytest.approx(0.5), "depth": 3, "peak_bytes": 5},
-        "no_branches": {"step_s": pytest.approx(0.75), "depth": 4, "peak_bytes": 6},
-    }
+    assert (told["predicted_step_s"], told["profiled_step_s"]) == (0.5, 0.2)
+    assert told["branches"]["branches"]["step_s"] == pytest.approx(0.5)
+    assert told["branches"]["no_branches"] == {"step_s": pytest.approx(0.75), "depth": 3, "peak_bytes": 5}
     assert told["search"]["gap"] == pytest.approx(0.25)
     assert told["limits"][-1].endswith("the gap is 25.0%")
 
 
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    job = zoo.job("skips")
     request = make_request(ranks=1, microbatches=2, microbatch_size=2)
-    made, _ = plan_size(request, job)
+    made, _ = plan_size(request, zoo.job("skips"))
     assert why_not_rehearsed(request, made) == ""
-    slow = replace(made, predicted_step_s=2 * LONG_STEP_S)
-    assert "as long as a few steps" in why_not_rehearsed(request, slow)
-    large = replace(made, peaks=(parse_bytes("900TiB"),))
-    assert "its ranks need 900" in why_not_rehearsed(request, large)
-    wide = request.changed(replicas=10_000)
-    assert "it is for 10000 ranks" in why_not_rehearsed(wide, made)
-    forward_only = replace(made, schedule_rows=("0F0 0F1",))
-    assert "no backwards" in why_not_rehearsed(request, forward_only)
+    for plan, word in (
+        (replace(made, predicted_step_s=2 * LONG_STEP_S), "as long as a few steps"),
+        (replace(made, peaks=(parse_bytes("900TiB"),)), "its ranks need 900"),
+        (replace(made, schedule_rows=("0F0 0F1",)), "no backwards"),
+    ):
+        assert word in why_not_rehearsed(request, plan)
+    assert "10000 ranks" in why_not_rehearsed(request.changed(replicas=10_000), made)
     monkeypatch.setenv("RANK", "0")
     assert "one of several ranks" in why_not_rehearsed(request, made)
 
