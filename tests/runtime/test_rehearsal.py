@@ -14,8 +14,7 @@ from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Pipeline
-from pipeloom.forecast import Forecast
-from pipeloom.ir.action import W
+from pipeloom.ir.action import RECOMPUTE, W
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.operations import OperationContext
@@ -27,31 +26,26 @@ from pipeloom.schedules.registry import Entry, shape_of
 pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 
 
-def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
-    forecast: Forecast = pipeline.forecast()
-    return Rehearsal(
-        forecast.program,
-        forecast.variant,
-        forecast.sample,
-        pipeline.weights,
-        rank=pipeline.rank,
-        clock=forecast.clock,
-        watch=pipeline.watch,
-    )
-
-
-@pytest.mark.sampled("True")
-@pytest.mark.parametrize("split", [False, True])
-def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
+@pytest.mark.sampled("split", "recompute")
+@pytest.mark.parametrize("how", ["whole", "split", "recompute"])
+def test_every_action_is_timed_and_nothing_is_left(how: str) -> None:
     """The convolution network has BatchNorm, whose buffers a forward changes."""
     job = zoo.job("convnet")
-    plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=2, split=split)
+    plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=2, split=how == "split")
+    if how == "recompute":
+        plan = runs.treated_plan(job, plan, "recompute", ahead=(1,))
 
     def rank(pipeline: Pipeline) -> None:
         weights = pipeline.weights
         before = {key: tensor.clone() for key, tensor in weights.newest_state.items()}
-        walk = rehearsal_of(pipeline).time_actions()
-        assert set(walk) == set(plan.as_schedule.rows[pipeline.rank])
+        forecast = pipeline.forecast()
+        given = (forecast.program, forecast.variant, forecast.sample, weights)
+        rehearsal = Rehearsal(*given, rank=pipeline.rank, clock=forecast.clock, watch=pipeline.watch)
+        walk = rehearsal.time_actions()
+        recomputed = {str(action) for action in walk if action.kind == RECOMPUTE}
+        ahead = how == "recompute" and pipeline.rank == 1
+        assert recomputed == ({"1RECOMPUTE0", "1RECOMPUTE1"} if ahead else set())
+        assert {a for a in walk if a.kind != RECOMPUTE} == set(plan.as_schedule.rows[pipeline.rank])
         assert min(walk.values()) > 0
         after = weights.newest_state
         assert set(after) == set(before)
@@ -74,6 +68,8 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
             if rehearses:
                 predicted = pipeline.rehearse()
                 assert predicted.source == "predicted" and predicted.step_s > 0
+                updates = [event.duration_s for event in predicted.events if "STEP" in event.action]
+                assert sum(updates) > 0, "also where the optimizer has made its state"
             rows = plan.microbatches * plan.microbatch_size * options.get("accumulate", 1)
             losses.append(pipeline.step(job.batch(number, rows)))
             if rehearses:
