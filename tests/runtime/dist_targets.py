@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import checkpoints
 from exchanges import all_to_all, number, sums_and_objects
+from plain_net import two_linears
 from processes import until
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipeloom import Job, Pipeline
+from pipeloom import Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import ConfigError, PeerError
 from pipeloom.planning import plan
@@ -29,18 +27,17 @@ from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.device_transport import DeviceTransport
 from pipeloom.runtime.transport import SumGroup, gloo_group
-from pipeloom.runtime.watch import Watch
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[Channel]:
+def channel_on(group: dist.ProcessGroup) -> Iterator[Channel]:
     with watch_ranks(group) as watch:
-        yield dist_channel(group, watch, device=CPU, timeout_s=timeout_s)
+        yield dist_channel(group, watch, device=CPU, timeout_s=1000.0)
 
 
-def exchange(folder: str) -> None:
+def exchange_then_fail() -> None:
     """Several things that need real processes, one after the other, as each start takes seconds."""
     world = connect(CPU)
     rank = world.rank()
@@ -53,11 +50,12 @@ def exchange(folder: str) -> None:
     _sub_group(rank)
     _meshes(world)
     _control_data(world)
-    checkpoints(Path(folder))
     print("all well")
+    fail_while_others_wait()
 
 
-LISTENS, LOOPBACK = "0A", ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+LISTENS = "0A"
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 def _nobody_else_can_reach_them() -> None:
@@ -67,7 +65,7 @@ def _nobody_else_can_reach_them() -> None:
         return
     dist.all_reduce(torch.ones(1))
     found = [address for pid in (os.getpid(), os.getppid()) for address in _listening(pid)]
-    assert found and set(found) <= set(LOOPBACK), found
+    assert found and set(found) <= LOOPBACK, found
     dist.barrier()
 
 
@@ -110,20 +108,15 @@ def _meshes(world: dist.ProcessGroup) -> None:
         connect(CPU, group=init_device_mesh("cpu", (3,), mesh_dim_names=("dp",)))
 
 
-def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: Any) -> DeviceTransport:
-    """As for NCCL, but gloo makes the groups."""
-    store = dist.PrefixStore(name, world.get_group_store())
-    make = partial(gloo_group, store, timedelta(seconds=1000))
-    return DeviceTransport(world, watch, make=make, make_control=make, timeout_s=1000.0, **how)
-
-
 def _control_data(world: dist.ProcessGroup) -> None:
     """What the ranks tell each other lies on the host: it does not go over the devices' group."""
-    nowhere = torch.device("meta")
+    store = dist.PrefixStore("control", world.get_group_store())
+    make = partial(gloo_group, store, timedelta(seconds=1000))
+    how = {"make": make, "make_control": make, "device": torch.device("meta"), "timeout_s": 1000.0}
     with watch_ranks(world) as watch:
-        transport = _nccl_transport(world, watch, "control", device=nowhere, pairs=[])
+        transport = DeviceTransport(world, watch, pairs=[], **how)  # type: ignore[arg-type]
         transport._group = None  # type: ignore[assignment]
-        channel = Channel(transport, watch, device=nowhere)
+        channel = Channel(transport, watch, device=torch.device("meta"))
         told = torch.ones(2, dtype=torch.float64)
         channel.all_reduce(told)
         everybody = SumGroup("figures", tuple(range(channel.ranks)))
@@ -146,36 +139,14 @@ def fail_while_others_wait() -> None:
         channel.watch.check()
 
 
-def exchange_then_fail(folder: str) -> None:
-    exchange(folder)
-    fail_while_others_wait()
-
-
-class Chain(nn.Module):
-    """Three layers, so that three ranks have one each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-def chain_batch(seed: int, size: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))}
-
-
-def chain_job() -> Job:
-    return Job(model=Chain, batch=chain_batch, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
-
-
 def killed_while_saving() -> None:
     """The last rank is killed when it has written its part: the others wait for it inside of a collective."""
     ranks = int(os.environ["WORLD_SIZE"])
-    made = plan(chain_job(), ranks=ranks, microbatches=2, microbatch_size=1, cluster=cpu_cluster(ranks))
-    with Pipeline(chain_job(), made) as pipeline:
-        pipeline.step(chain_batch(0, 2))
+    job = two_linears()
+    how = {"planner": "exact", "schedule": "1f1b", "cluster": cpu_cluster(ranks)}
+    made = plan(job, ranks=ranks, microbatches=2, microbatch_size=1, **how)
+    with Pipeline(job, made) as pipeline:
+        pipeline.step(job.batch(0, 2))
         if pipeline.rank == ranks - 1:
             files.checksums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         pipeline.save(Path(os.environ["FOLDER"]))

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from checkpoint_ranks import assert_one_process_loads
 from processes import ends_of, run, start, start_ranks
 
 from pipeloom.runtime.flight_recorder import PLACE
@@ -16,13 +15,13 @@ TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
 @pytest.mark.slow
-def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_messages_groups_and_meshes_then_one_ranks_exception_ends_all(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nor can another machine reach them. The exception ends one that waits, and one that is stuck where no
     exception reaches it, and is told with its traceback once."""
     monkeypatch.syspath_prepend(TARGETS.parent)
-    status = launch(importlib.import_module("dist_targets").exchange_then_fail, 3, args=(str(tmp_path),))
+    status = launch(importlib.import_module("dist_targets").exchange_then_fail, 3)
     out, err = capfd.readouterr()
     assert {"[rank 1] all well", "[rank 2] all well", "all well"} <= set(out.splitlines())
     assert status == 1
@@ -30,14 +29,13 @@ def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_al
     assert err.count("Traceback") == err.count('raise ValueError("boom")') == 1
     assert err.startswith("rank 1 failed:\nTraceback")
     assert "Warning" not in err and "terminate" not in err
-    assert_one_process_loads(tmp_path)
 
 
-def said_without_launcher(target: str, survivors: set[int], **env: str) -> dict[int, str]:
+def said_without_launcher(target: str, survivors: set[int], **env: str) -> list[str]:
     """What they write before they end of three ranks that nobody looks after; rank 0 serves the store."""
     ranks = start_ranks(3, TARGETS, target, env=env)
     try:
-        return {rank: ends_of(ranks[rank])[0][2] for rank in survivors}
+        return [ends_of(ranks[rank])[0][2] for rank in survivors]
     finally:
         for process in ranks:
             process.kill()
@@ -47,47 +45,26 @@ def said_without_launcher(target: str, survivors: set[int], **env: str) -> dict[
 @pytest.mark.slow
 def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors(tmp_path: Path) -> None:
     """Nobody else says so here. The survivors told of gloo's error, each as its own failure."""
-    said = said_without_launcher("killed_while_saving", {0, 1}, FOLDER=str(tmp_path))
-    for text in said.values():
+    for text in said_without_launcher("killed_while_saving", {0, 1}, FOLDER=str(tmp_path)):
         first = next(line for line in text.splitlines() if "failed" in line)
-        assert re.match(
-            r"pipeloom: this rank ends because rank 2 failed: no sign of life since rank [01] "
-            "lost its connection while it waited for all ranks to save a checkpoint: it was killed, or ",
-            first,
-        ), text
-        assert "Traceback" not in text
-
-
-def waits_in_table(text: str) -> list[str]:
-    """The rows of the table of who waits for whom, without seconds."""
-    lines = text.splitlines()
-    start = lines.index("rank  does  waits for")
-    return [re.sub(r" for \d+(\.\d)? s", " for N s", line) for line in lines[start + 1 : start + 4]]
-
-
-def expected_waits(frozen: int) -> list[str]:
-    """Each rank waits for the next one, but the frozen one is silent."""
-    rows = []
-    for rank in range(3):
-        source = (rank + 1) % 3
-        row = f"{rank}     {rank}F0   {source}SEND_F0>{rank} from rank {source}, for N s"
-        rows.append(f"{rank}     {rank}F0   - (silent for N s)" if rank == frozen else row)
-    return rows
+        assert "this rank ends because rank 2 failed: no sign of life since rank" in first, text
+        assert "save a checkpoint: it was killed" in first and "Traceback" not in text, text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", range(3))
+@pytest.mark.parametrize("frozen", [0, 1])
 def test_without_a_launcher_too_a_frozen_rank_ends_all(frozen: int) -> None:
     """Rank 0 serves the store. Nobody kills the frozen one: the others end all the same."""
     said = said_without_launcher("frozen", {0, 1, 2} - {frozen}, FROZEN=str(frozen), LOST_S="4")
-    whole = "".join(said.values())
-    if frozen == 0:
-        reason = "rank 0 failed: the store that joins the ranks, which it serves, has not answered for 4 s"
-    else:
-        reason = f"rank {frozen} failed: no sign of life for 4 s"
-        assert waits_in_table(whole) == expected_waits(frozen), whole
-    assert all(reason in text for text in said.values()), whole
-    assert whole.count("rank  does  waits for") >= 1 and "Traceback" not in whole
+    whole = "".join(said)
+    reason = "it serves, has not answered" if frozen == 0 else "no sign of life"
+    for text in said:
+        assert re.search(f"rank {frozen} failed: .*{reason} for 4 s", text), whole
+    table = re.split(r"^rank +does +waits for\n", whole, flags=re.MULTILINE)[1].splitlines()[:3]
+    for rank, row in enumerate(table):  # each waits for the next one
+        waits = f"{(rank + 1) % 3}SEND_F0>{rank} from rank {(rank + 1) % 3}, for"
+        assert row.startswith(f"{rank} ") and ("(silent for" if rank == frozen else waits) in row, whole
+    assert "Traceback" not in whole
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
