@@ -117,6 +117,28 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(
     assert counted.call_count == len(messages)
 
 
+def test_what_is_received_next_has_its_receive_open_though_others_are_sent_before() -> None:
+    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
+    channels = local_channels(2)
+    wanted = [messages[k] for k in (0, 3, 1, 2, 4, 5)]
+    held = []
+
+    def body(channel: Channel) -> None:
+        channel.begin(messages if channel.rank == 1 else [], wanted if channel.rank == 1 else [])
+        held.append(channel.held_bytes)
+        for message in messages if channel.rank == 0 else []:
+            channel.send(message, [torch.zeros(4)])
+        for message in wanted if channel.rank == 1 else []:
+            channel.receive(message)
+            channel.release(message)
+            held.append(channel.held_bytes)
+        channel.end()
+
+    all_well(channels, body)
+    # The first two that it receives, and what is sent in front of them; then always what two more take.
+    assert [size // 16 for size in held if size] == [4, 3, 2, 2, 2, 1]
+
+
 @pytest.mark.parametrize("wait", ["finish_send", "all_gather_object", "all_reduce"])
 def test_a_wait_opens_the_receives_that_other_ranks_may_be_waiting_for(wait: str) -> None:
     """Rank 0 waits for rank 1 to open its third receive, which holds up what rank 1 waits for."""
