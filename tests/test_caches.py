@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import time
 from dataclasses import replace
@@ -69,6 +70,7 @@ def aged(file: Path, hours: float) -> None:
 def test_times_are_measured_once_a_day_and_old_ones_removed(
     measured: Measured, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     captured = capture_of(job(Stack))
     assert kept_profile(captured, measured) == kept_profile(captured, measured)
     (file,) = measured.files

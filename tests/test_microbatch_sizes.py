@@ -128,7 +128,7 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
 def test_a_batch_that_never_can_be_says_so_itself(search: Callable) -> None:
     job = normalised(0)
     how = make_request(ranks=2, cluster="2 x cpu", global_batch=8)
-    with pytest.raises(LookupError, match="no data"):
+    with pytest.raises(ConfigError, match="LookupError: no data"):
         plan_at_size(how, job, search)
 
 
