@@ -9,6 +9,7 @@ import torch
 from cuts import split_at
 from odd import CASES
 from odd.case import Case, differences
+from odd.decisions import TorchCond
 from runs import Numbers, capture_of, even, pipelined, plain, plan_for, treated_plan
 
 from pipeloom.ir.errors import CaptureError
@@ -130,3 +131,11 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
         capture(case.job, ROWS)
     assert case.hint in str(caught.value.hint)
     assert names_a_line_of(case, caught.value.message)
+
+
+def test_a_branch_of_torch_runs_in_plain_pytorch_after_it_was_refused() -> None:
+    (case,) = (case for case in CASES if case.model is TorchCond)
+    for _ in range(2):
+        case.job.model()(**case.job.batch(0, ROWS))
+        with pytest.raises(CaptureError, match="cond"):
+            capture(case.job, ROWS)

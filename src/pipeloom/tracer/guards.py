@@ -600,6 +600,7 @@ def refuse_transforms(error: Exception, name: str) -> None:
         if file.parent.name == "_higher_order_ops" and frame.f_code.co_name == file.stem:
             what = f"torch's {file.stem}"
             hint = "write an `if` or a loop of Python: the model is then cut between its modules"
+            torch.compiler.reset()  # what PyTorch 2.13 keeps of this call makes the next one fail
         elif file.name == "eager_transforms.py":
             what, hint = "a transform of torch.func", "use torch.autograd.grad, in the forward of one module"
         else:
