@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType
@@ -100,16 +99,13 @@ def call_own(name: str, function: Callable[..., T], *given: object, hint: str) -
     Raises: ConfigError if it takes other arguments, and for an exception in it; see `own_errors_told`.
     """
     try:
-        signature(function).bind(*given)
-    except TypeError as error:
+        with own_errors_told(f"{name} fails"):
+            return function(*given)
+    except TypeError as error:  # no line of the user's was reached
         how_many = {0: "without arguments", 1: "with one argument"}
         what = how_many.get(len(given), f"with {len(given)} arguments")
         where = at(definition_of(function))
-        raise ConfigError(f"{name} cannot be called {what}: {error}{where}", hint=hint) from None
-    except ValueError:  # of a builtin, of which Python does not know
-        pass
-    with own_errors_told(f"{name} fails"):
-        return function(*given)
+        raise ConfigError(f"{name} cannot be called {what}: {error}{where}", hint=hint) from error
 
 
 def user_line(frame: FrameType | None = None) -> str:

@@ -80,9 +80,7 @@ def loss_shares(parts: Sequence[Mapping[str, Tensor]], weight: Weight | None) ->
     Raises: BatchError if no micro-batch has any weight, or one a weight that is no number; ConfigError if the
         user's function takes other arguments, or fails.
     """
-    weights = [
-        _own_weight(weight, part) if weight else float(len(next(iter(part.values())))) for part in parts
-    ]
+    weights = [_own_weight(weight, part) if weight else float(rows_of(part)) for part in parts]
     total = sum(weights)
     if total <= 0:
         raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
