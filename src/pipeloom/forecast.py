@@ -20,16 +20,17 @@ from .ir.schedule import Program
 from .ir.text import format_bytes
 from .ir.timeline import Event, Timeline
 from .ir.weights import names_for_owners
-from .runtime.calibrate import measure_link, stage_memory, time_clipping, time_optimizer
+from .runtime.calibrate import busy_link, stage_memory, time_clipping, time_optimizer, time_sums
 from .runtime.channel import Channel
 from .runtime.ledger import table
 from .runtime.rank import Variant
 from .runtime.recorder import Clock
+from .runtime.reduce_and_step import shared_by
 from .runtime.rehearsal import ActionTimes, Rehearsal, with_times
 from .runtime.tier import Tier
 from .runtime.transport import SMALL_BYTES
 from .runtime.weights import Weights
-from .simulator.all_reduce import all_gather_s
+from .simulator.all_reduce import all_gather_s, all_reduce_s
 from .simulator.simulate import simulate
 
 ENOUGH_S = 1.0
@@ -175,8 +176,16 @@ class Rehearsals:
         if cluster is None:
             sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
             size = max(sizes, default=0)
-            cluster = forecast.cluster(measure_link(channel, size, clock, forecast.device))
+            cluster = forecast.cluster(busy_link(channel, size, clock, forecast.device))
         self._cluster = cluster
+        if forecast.plan.steady is None:  # else sums run beside the next steps
+            stages, placement = forecast.variant.stages, forecast.program.placement
+            shared = shared_by(stages, placement, channel.rank, weights.shares)
+            sums_s = time_sums(weights, shared, channel, clock)
+            for part in shared:
+                part_bytes = sum(weights.params[name].nbytes for name in part.names)
+                sums_s -= all_reduce_s(part_bytes, part.ranks, cluster)  # which the simulated step has
+            self._update_s += max(0.0, sums_s)
         if weights.shares:  # what replicas have updated for each other is sent within STEP
             shares = weights.shares[channel.rank]
             size = sum(weights.params[name].nbytes for name in shares.owner)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
+from time import sleep
 from typing import Any
 
 import pytest
@@ -15,9 +18,14 @@ from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Pipeline
 from pipeloom.ir.action import RECOMPUTE, W
+from pipeloom.ir.cluster import Link
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
+from pipeloom.runtime.calibrate import busy_link, measure_link
+from pipeloom.runtime.channel import Channel, PendingSum
+from pipeloom.runtime.messages import Message
 from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.reduce_and_step import begin_sums
 from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
@@ -162,3 +170,54 @@ def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> Non
     made = replace(plan.as_schedule, rows=tuple(map(tuple, rows)), pairs=pairs)
     require_same(job, replace(plan, schedule_rows=tuple(str(made).splitlines())))
     assert len(calls) > 2 * 2 * 3 * 3
+
+
+class SteppedClock:
+    """Time passes only where it is told to."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+
+def test_a_message_that_stalls_now_and_then_costs_its_share() -> None:
+    """Echoes count at their quickest; a step has all of them."""
+
+    def rank(_: int, channel: Channel) -> tuple[Link, Link]:
+        clock, send, numbers = SteppedClock(), channel.send, count()
+
+        def stalling(message: Message, tensors: Sequence[torch.Tensor]) -> None:
+            clock.now_s += 8.0 if next(numbers) % 4 == 0 else 0.0
+            send(message, tensors)
+
+        channel.send = stalling  # type: ignore[method-assign]
+        where = channel, 8, clock, torch.device("cpu")
+        return measure_link(*where), busy_link(*where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeloom.runtime.calibrate.ECHOES", 25)
+        patch.setattr("pipeloom.runtime.calibrate.BLOCK", 4)
+        for idle, busy in runs.threads(2, rank):
+            assert idle.overhead_s == 0
+            assert busy.overhead_s == pytest.approx(8.0 / 4 / 2)  # half at either end
+
+
+def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*given: Any) -> list[PendingSum]:
+        sleep(0.2)
+        return begin_sums(*given)
+
+    monkeypatch.setattr("pipeloom.runtime.calibrate.begin_sums", slow)
+    job = replace(gpt_job(), optimizer=adam)
+
+    def rank(pipeline: Pipeline) -> float:
+        events = pipeline.predict().events
+        return sum(
+            event.duration_s for event in events if "STEP" in event.action and event.rank == pipeline.rank
+        )
+
+    assert min(runs.each_rank(job, plan_of(job, "chimera", 2, microbatches=2), rank)) > 0.1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ..ir.costs import StageCost
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
 from ..ir.stages import StageGraph
+from ..ir.weights import Reduction
 from ..tracer.stage.functions import StageFunctions
 from .channel import Channel, dist_channel
 from .connect import connect, watch_ranks
@@ -29,10 +30,15 @@ from .launch import launch
 from .ledger import crossing_bytes
 from .messages import Message
 from .recorder import Clock, HostClock
+from .reduce_and_step import begin_sums
 from .weights import Weights, clip_factor
 
 STEPS, LONG_STEPS, LONG_S = 6, 2, 0.1
 """Timed optimizer steps; so many where the first one, which does not count, takes longer than this."""
+
+MEETINGS = 17
+"""The same of what ranks wait for each other in. It takes several times as long now and then, when a thread
+of the transport finds no core free: so it is the mean that counts."""
 
 
 def graph_memory(functions: StageFunctions, stages: StageGraph) -> StageCost:
@@ -137,20 +143,48 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
 
 
 def time_clipping(weights: Weights, channel: Channel, clock: Clock) -> float:
-    """Seconds that clipping takes: finding the global norm, scaling the gradients, which any norm does here.
-    Every rank calls it."""
-    times_s = []
-    for _ in range(STEPS):
-        for name in weights.summed.sums:
-            weights.summed.total(name)
-        start = clock.mark()
+    """Mean seconds that clipping takes: finding the global norm, scaling the gradients, which any norm does
+    here. Every rank calls it."""
+
+    def clip() -> None:
         squares = weights.norm_squares(list(weights.summed.sums)).reshape(1)
         channel.all_reduce(squares)
         weights.scale_gradients(clip_factor(squares.sqrt(), 0.0))
+
+    return _time_together(clip, weights, channel, clock)
+
+
+def time_sums(weights: Weights, shared: Sequence[Reduction], channel: Channel, clock: Clock) -> float:
+    """Mean seconds of the sums of gradients over ranks. Every rank calls it.
+
+    shared: what this rank sums, see `reduce_and_step.shared_by`.
+    """
+
+    def sum_over_ranks() -> None:
+        for begun in begin_sums(weights.summed, shared, channel):
+            begun.wait()
+
+    return _time_together(sum_over_ranks, weights, channel, clock)
+
+
+def _time_together(act: Callable[[], None], weights: Weights, channel: Channel, clock: Clock) -> float:
+    """Mean seconds of what all ranks do with their gradients at once."""
+    times_s: list[float] = []
+    longest = torch.zeros(1, device=weights.device)
+    while len(times_s) < (LONG_STEPS if float(longest) > LONG_S * channel.ranks else MEETINGS):
+        for name in weights.summed.sums:
+            weights.summed.total(name)
+        longest.fill_(times_s[0] if times_s else 0.0)
+        channel.all_reduce(longest)  # all begin together, and decide alike
+        start = clock.mark()
+        act()
         times_s.append(clock.seconds(start, clock.mark()))
     weights.discard_gradients()
-    return statistics.median(times_s)
+    return statistics.fmean(times_s[1:])
 
+
+LONG_BYTES = 1 << 20
+"""The long message has at least so many: of shorter ones the size hardly counts, and of sums it does."""
 
 ECHOES = 25
 """Echoes of each size, of which the first warms up."""
@@ -166,6 +200,10 @@ message is not added to a step: a rank kept waiting for a core now computes undi
 and the rehearsed actions have their share of it already."""
 
 
+BLOCKS, BLOCK, BUSY_PRODUCTS = 6, 8, 4
+"""Blocks of rounds of work with messages, rounds of one, and matrix products of a round."""
+
+
 def measure_link(channel: Channel, size: int, clock: Clock, device: torch.device) -> Link:
     """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
 
@@ -177,10 +215,10 @@ def measure_link(channel: Channel, size: int, clock: Clock, device: torch.device
     Every rank calls it; all get the same answer. A rank that waits for a message pays for its arrival last,
     so that is not part of the latency.
 
-    size: bytes of the long message, at least 16 KiB.
+    size: bytes of the long message, see `LONG_BYTES`.
     Raises: CommunicationError, PeerError as the channel does.
     """
-    size = max(size // 4, 4096) * 4
+    size = max(size // 4 * 4, LONG_BYTES)
     small, large = (_echo(channel, length, clock, device) for length in (8, size))
     (one_way_s, sender_s), (large_one_way_s, large_sender_s) = channel.broadcast_object((small, large))
     sender_s_per_byte = max(0.0, large_sender_s - sender_s) / (size - 8)
@@ -201,19 +239,14 @@ def _echo(channel: Channel, size: int, clock: Clock, device: torch.device) -> tu
     """
     if channel.ranks == 1:
         return 1e-6, 0.0
-    value = Value(name="echo", shape=(size // 4,), dtype="float32")
-    there = [Message(key=f"there{i}", source=0, target=1, values=(value,)) for i in range(ECHOES)]
-    back = [Message(key=f"back{i}", source=1, target=0, values=(value,)) for i in range(ECHOES)]
-    data = torch.zeros(value.shape, device=device)
+    there, back = (_messages(size, source, 1 - source, ECHOES) for source in (0, 1))
+    data = torch.zeros(size // 4, device=device)
     channel.begin(there if channel.rank == 1 else back if channel.rank == 0 else [])
     sums, sending = [], []
-    cold = torch.empty(WRITTEN_BYTES, dtype=torch.uint8, device=device)
-    matrix = torch.zeros(MATRIX_SIZE, MATRIX_SIZE, device=device)
+    work = _work(device)
 
     def work_and_send(message: Message) -> tuple[object, object]:
-        cold.fill_(1)
-        for _ in range(PRODUCTS):
-            torch.mm(matrix, matrix)
+        work(PRODUCTS)
         fresh = data.clone()  # as a step sends what was just made
         start = clock.mark()
         channel.send(message, [fresh])
@@ -241,6 +274,73 @@ def _echo(channel: Channel, size: int, clock: Clock, device: torch.device) -> tu
     return _quantile(one_way), _quantile([*mine[1], *theirs[1]])
 
 
+def busy_link(channel: Channel, size: int, clock: Clock, device: torch.device) -> Link:
+    """`measure_link`, with what a message costs ranks that compute all the time.
+
+    An echo finds a rank that waits for it. In a step all ranks compute, and where they are as many as the
+    cores, the transport's threads must take one away: who posts a transfer while such a thread is kept off a
+    core waits for its lock, now and then for 3 ms and more. Either end gets half of the mean.
+    """
+    link = measure_link(channel, size, clock, device)
+    if channel.ranks == 1:
+        return link
+    size = max(size // 4, 2) * 4
+    busy_s = _busy_s(channel, size, clock, device) / 2 - size * link.overhead_s_per_byte
+    return replace(link, overhead_s=max(link.overhead_s, busy_s))
+
+
+def _busy_s(channel: Channel, size: int, clock: Clock, device: torch.device) -> float:
+    """Mean seconds that a message sent and one received add to work; on all ranks the same.
+
+    ranks 0 and 1, 2 and 3, ...    work │ send, work, receive │ work │ send, work, receive │ ...
+    a last one without a peer      work │       work          │ work │       work          │ ...
+    """
+    peer, rounds = channel.rank ^ 1, BLOCKS * BLOCK
+    paired = peer < channel.ranks
+    outgoing = _messages(size, channel.rank, peer, rounds)
+    incoming = _messages(size, peer, channel.rank, rounds) if paired else []
+    channel.begin(incoming)
+    data, work = torch.zeros(size // 4, device=device), _work(device)
+    blocks_s: list[float] = []
+    for block in range(2 * BLOCKS):
+        channel.all_reduce(torch.zeros(1, device=device))
+        start = clock.mark()
+        for index in range(block // 2 * BLOCK, (block // 2 + 1) * BLOCK):
+            fresh = data.clone()
+            if paired and block % 2:
+                channel.send(outgoing[index], [fresh])
+            work(BUSY_PRODUCTS)
+            if paired and block % 2:
+                channel.receive(incoming[index])
+                channel.release(incoming[index])
+        blocks_s.append(clock.seconds(start, clock.mark()))
+    channel.end()
+    # The first of each warms up.
+    more_s = (sum(blocks_s[3::2]) - sum(blocks_s[2::2])) / (rounds - BLOCK)
+    found = channel.all_gather_object(more_s if paired else None)
+    return statistics.fmean(each for each in found if each is not None)
+
+
+def _messages(size: int, source: int, target: int, count: int) -> list[Message]:
+    value = Value(name="echo", shape=(size // 4,), dtype="float32")
+    return [
+        Message(key=f"echo{source}-{i}", source=source, target=target, values=(value,)) for i in range(count)
+    ]
+
+
+def _work(device: torch.device) -> Callable[[int], None]:
+    """What a step does between messages: it writes memory, and multiplies so many matrices."""
+    cold = torch.empty(WRITTEN_BYTES, dtype=torch.uint8, device=device)
+    matrix = torch.zeros(MATRIX_SIZE, MATRIX_SIZE, device=device)
+
+    def work(products: int) -> None:
+        cold.fill_(1)
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+
+    return work
+
+
 def _quantile(times: list[float]) -> float:
     return sorted(times)[int(QUANTILE * len(times))]
 
@@ -266,6 +366,6 @@ def _measure(path: Path) -> None:
     group = connect(device)
     with watch_ranks(group) as watch:
         channel = dist_channel(group, watch, device=device)
-        links = [measure_link(channel, 4 * MiB, HostClock(), device) for _ in range(3)]
+        links = [busy_link(channel, 4 * MiB, HostClock(), device) for _ in range(3)]
         if channel.rank == 0:
             path.write_bytes(msgspec.json.encode(links))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ir.stages import StageGraph
 from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
-from .channel import PendingSum
+from .channel import Channel, PendingSum
 from .operations import meetings
 from .transport import SumGroup
 from .weights import Gradients, clip_factor
@@ -49,6 +49,20 @@ def shared_by(
     rows = reductions(stages, placement)
     row = rows[rank] if rank < len(rows) else ()
     return [part for shared in row if len(shared.ranks) > 1 for part in for_owners(shared, shares)]
+
+
+def begin_sums(gradients: Gradients, shared: Sequence[Reduction], channel: Channel) -> list[PendingSum]:
+    """Begin the sums of a rank's gradients over others. All are begun before one is awaited: else ranks of
+    several groups could wait in a circle, each in another group than the next."""
+    begun = []
+    for part in shared:
+        for name in part.names:
+            # Sums lie in one piece with others: what nothing was added to would else be of the last step.
+            if name in gradients.sums:
+                gradients.total(name)
+        group = gradient_group(part.ranks)
+        begun += [channel.begin_sum(flat, group, part.owner) for flat in gradients.flat[part.names]]
+    return begun
 
 
 @dataclass(eq=False)
@@ -105,25 +119,12 @@ class ReduceAndStep:
         if not self.update:
             return
         weights = self._rank.weights
+        channel = self._rank.channel
         if work.instruction.microbatch >= 0:
-            self.pending = _PendingUpdate(self._begin_sums(weights.begin_sums()))
+            self.pending = _PendingUpdate(begin_sums(weights.begin_sums(), self._shared, channel))
             return self.progress()
         with self._rank.recorder.record("recv", work.text):
-            self._wait(self._begin_sums(weights.grads))
-
-    def _begin_sums(self, gradients: Gradients) -> list[PendingSum]:
-        # All are begun before one is awaited. Else ranks of several groups could wait in a circle, each in
-        # another group than the next.
-        begun = []
-        for shared in self._shared:
-            for name in shared.names:
-                # Sums lie in one piece with others: what nothing was added to would else be of the last step.
-                if name in gradients.sums:
-                    gradients.total(name)
-            group = gradient_group(shared.ranks)
-            flats = gradients.flat[shared.names]
-            begun += [self._rank.channel.begin_sum(flat, group, shared.owner) for flat in flats]
-        return begun
+            self._wait(begin_sums(weights.grads, self._shared, channel))
 
     def _wait(self, sums: Sequence[PendingSum]) -> None:
         for begun in sums:
