@@ -1,8 +1,9 @@
 """Planner auto: what its search finds, how far that is from the bound, and the processor seconds it takes.
 
-    python bench/auto.py models large random [--only CASE] [--first N] [--count N]
+    python bench/auto.py models counts large random [--only CASE] [--first N] [--count N]
 
 models   2: steps over the fastest of the planners for 1F1B, 16 micro-batches, by roofline
+counts   1: what planning a transformer for 4 devices of 2 MiB calls, with 4 and 8 micro-batches
 large    4: a chain of 12 layers on 4 devices, 10,000 ops of which 100 differ, a 70B Llama on 64, and on 512
          with width and depth chosen; captures are not counted
 random   8: random graphs, clusters and caps (`tests/support/joint_cases.py`): cases in which one of 24
@@ -21,11 +22,12 @@ from itertools import product
 from math import inf
 from statistics import median
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from graphpipe import PUBLISHED
-from machine import by_roofline, parser_of, print_table, run_parts, tokens
+from machine import by_roofline, next_tokens, parser_of, print_table, run_parts, tokens
+from model import Gpt
 from startup import llama_70b
 from torch import nn
 
@@ -35,10 +37,15 @@ from layered import layered
 
 from pipeloom import Job, capture, planning, shapes
 from pipeloom.clusters.names import find_cluster
+from pipeloom.ir.cluster import MiB
 from pipeloom.ir.graph import OpGraph
 from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.request import PlanOptions
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.names import parse_name
+from pipeloom.schedules.list_scheduler import choose
+from pipeloom.schedules.search import library
 from pipeloom.settings import PlanSettings
 from pipeloom.train.model import GPT
 
@@ -85,8 +92,12 @@ LARGE: dict[str, tuple[Callable[[], OpGraph], int, str, int]] = {
 """A graph, its rows, devices and micro-batches."""
 
 
-def searched(name: str, graph: OpGraph, rows: int, devices: str, microbatches: int) -> dict[str, Any]:
+def searched(
+    name: str, graph: OpGraph, rows: int, devices: str, microbatches: int, memory: int | None = None
+) -> dict[str, Any]:
     cluster = find_cluster(devices)
+    if memory is not None:
+        cluster = with_memory(cluster, memory)
     model = by_roofline(graph, cluster, rows)
     options = PlanOptions(ranks=len(cluster.devices), microbatches=microbatches, planner="auto")
     begin = time.process_time()
@@ -164,9 +175,27 @@ def on_random(first: int, count: int) -> Table:
     return [figures | {"gap, middle": median(gaps), "gap, worst": max(gaps)}]
 
 
+def counts(microbatches: int) -> dict[str, Any]:
+    """Of one search: schedules built, scheduling problems solved, names of schedules that were read."""
+    model = partial(Gpt, blocks=4, vocabulary=50, width=32, heads=4, inner=128)
+    graph = capture(Job(model=model, batch=next_tokens(50, 16)), 2).graph
+    build, run = Mock(wraps=registry.build), Mock(wraps=choose.run)
+    parse_name.cache_clear()
+    with (
+        patch.object(registry, "build", build),
+        patch.object(library, "build", build),
+        patch.object(choose, "run", run),
+    ):
+        row = searched(f"{microbatches} micro-batches", graph, 2, "4 x a100-40", microbatches, 2 * MiB)
+    read = parse_name.cache_info()
+    row |= {"builds": build.call_count, "problems": run.call_count}
+    return row | {"names": read.currsize, "names read": read.misses}
+
+
 def main() -> int:
     run: dict[str, Callable[[], Table | None]] = {
         "models": lambda: models(given.only),
+        "counts": lambda: [counts(microbatches) for microbatches in (4, 8)],
         "large": lambda: large(given.only),
         "random": lambda: on_random(given.first, given.count),
     }
