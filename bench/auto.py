@@ -177,7 +177,7 @@ def on_random(first: int, count: int) -> Table:
 
 def counts(microbatches: int) -> dict[str, Any]:
     """Of one search: schedules built, scheduling problems solved, names of schedules that were read."""
-    model = partial(Gpt, blocks=4, vocabulary=50, width=32, heads=4, inner=128)
+    model = partial(Gpt, blocks=5, vocabulary=50, width=32, heads=4, inner=128)
     graph = capture(Job(model=model, batch=next_tokens(50, 16)), 2).graph
     build, run = Mock(wraps=registry.build), Mock(wraps=choose.run)
     parse_name.cache_clear()

@@ -28,6 +28,7 @@ def library_orders(task: Round) -> Iterator[Found]:
     if not task.problem.caps:
         for name in fitting(task.problem):
             yield Found(candidate=without_limits(task.problem, name), evaluations=1)
+        return
     for name, known in task.without_limits.items():
         if task.problem.entries <= LARGE or not fits(known, task.problem.arrays.cap):
             yield Found(candidate=within_limits(task.problem, name), evaluations=1)
