@@ -83,5 +83,5 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that predict a step, and do not look at its times."""
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    for name, count in dict(ECHOES=3, BLOCKS=2, BLOCK=2, MEETINGS=3).items():
+    for name, count in dict(ECHOES=3, ROUNDS=5, MEETINGS=3).items():
         monkeypatch.setattr(f"pipeloom.runtime.calibrate.{name}", count)

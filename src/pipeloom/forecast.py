@@ -173,23 +173,6 @@ class Rehearsals:
         if forecast.clips:
             self._update_s += time_clipping(weights, channel, clock)
         self._memory = forecast.memory()
-        if cluster is None:
-            sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
-            size = max(sizes, default=0)
-            cluster = forecast.cluster(busy_link(channel, size, clock, forecast.device))
-        self._cluster = cluster
-        if forecast.plan.steady is None:  # else sums run beside the next steps
-            stages, placement = forecast.variant.stages, forecast.program.placement
-            shared = shared_by(stages, placement, channel.rank, weights.shares)
-            sums_s = time_sums(weights, shared, channel, clock)
-            for part in shared:
-                part_bytes = sum(weights.params[name].nbytes for name in part.names)
-                sums_s -= all_reduce_s(part_bytes, part.ranks, cluster)  # which the simulated step has
-            self._update_s += max(0.0, sums_s)
-        if weights.shares:  # what replicas have updated for each other is sent within STEP
-            shares = weights.shares[channel.rank]
-            size = sum(weights.params[name].nbytes for name in shares.owner)
-            self._update_s += all_gather_s(size, shares.ranks, cluster)
         self._rehearsal = Rehearsal(
             forecast.program,
             forecast.variant,
@@ -204,6 +187,27 @@ class Rehearsals:
         self._walk_s = 0.0
         walks = self._walk_several()
         self._walk_s = statistics.median(sum(walk.values()) for walk in walks)
+        if cluster is None:
+            sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
+            size = max(sizes, default=0)
+            cluster = forecast.cluster(
+                busy_link(
+                    channel, size, clock, forecast.device, action_s=self._walk_s / max(1, len(walks[0]))
+                )
+            )
+        self._cluster = cluster
+        if forecast.plan.steady is None:  # else sums run beside the next steps
+            stages, placement = forecast.variant.stages, forecast.program.placement
+            shared = shared_by(stages, placement, channel.rank, weights.shares)
+            sums_s = time_sums(weights, shared, channel, clock)
+            for part in shared:
+                part_bytes = sum(weights.params[name].nbytes for name in part.names)
+                sums_s -= all_reduce_s(part_bytes, part.ranks, cluster)  # which the simulated step has
+            self._update_s += max(0.0, sums_s)
+        if weights.shares:  # what replicas have updated for each other is sent within STEP
+            shares = weights.shares[channel.rank]
+            size = sum(weights.params[name].nbytes for name in shares.owner)
+            self._update_s += all_gather_s(size, shares.ranks, cluster)
         steps = sorted((self._simulated(walk) for walk in walks), key=lambda step: step.step_s)
         self.first = steps[len(steps) // 2]
         """Of several steps, simulated with the times of one walk each, the middle one."""

@@ -105,7 +105,7 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Rehearsal, "time_actions", evenly)
     link = Link(bandwidth_bytes_per_s=1e15)
-    monkeypatch.setattr("pipeloom.forecast.busy_link", lambda *_: link)
+    monkeypatch.setattr("pipeloom.forecast.busy_link", lambda *_, **__: link)
 
 
 @pytest.mark.usefixtures("slow_disk", "even_pace")

@@ -184,7 +184,7 @@ class SteppedClock:
         return float(end - start)
 
 
-def test_a_message_that_stalls_now_and_then_costs_its_share() -> None:
+def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Echoes count at their quickest; a step has all of them."""
 
     def rank(_: int, channel: Channel) -> tuple[Link, Link]:
@@ -196,14 +196,12 @@ def test_a_message_that_stalls_now_and_then_costs_its_share() -> None:
 
         channel.send = stalling  # type: ignore[method-assign]
         where = channel, 8, clock, torch.device("cpu")
-        return measure_link(*where), busy_link(*where)
+        return measure_link(*where), busy_link(*where, action_s=1e-4)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeloom.runtime.calibrate.ECHOES", 25)
-        patch.setattr("pipeloom.runtime.calibrate.BLOCK", 4)
-        for idle, busy in runs.threads(2, rank):
-            assert idle.overhead_s == 0
-            assert busy.overhead_s == pytest.approx(8.0 / 4 / 2)  # half at either end
+    monkeypatch.setattr("pipeloom.runtime.calibrate.ECHOES", 25)
+    for idle, busy in runs.threads(2, rank):
+        assert idle.overhead_s == 0
+        assert busy.overhead_s == pytest.approx(8.0 / 4)
 
 
 def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

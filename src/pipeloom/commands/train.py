@@ -9,11 +9,20 @@ from typing import Any
 import click
 
 from ..train.config import OPTIMIZERS, PipelineConfig
-from .common import FILE, OneOf, json_option, plan_options
+from .common import FILE, OneOf, exclusive, json_option, plan_options
+
+
+def names_model(given: Path) -> bool:
+    """Whether it is a model, and not a file of settings.
+
+    >>> names_model(Path("mine.py:job")), names_model(Path("runs/gpt-1/config.toml"))
+    (True, False)
+    """
+    return ":" in given.name and not given.exists()
 
 
 @click.command()
-@click.argument("config", type=FILE, required=False)
+@click.argument("config", metavar="[MODEL | CONFIG]", type=FILE, required=False)
 @click.option(
     "--set",
     "overrides",
@@ -31,7 +40,7 @@ from .common import FILE, OneOf, json_option, plan_options
 @click.option(
     "--job",
     metavar="MODEL",
-    help="Train your own model: file.py:function or package.module:function returning a pipeloom.Job.",
+    help="The MODEL, where CONFIG is given, too.",
 )
 @plan_options(of=PipelineConfig, unset=True)
 @click.option(
@@ -83,9 +92,10 @@ def train(
 ) -> None:
     """Train a model in several processes, and report.
 
-    CONFIG is a TOML file; without one, a byte-level GPT trains on the Python standard library in two
-    processes. The run directory gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json,
-    report.html and summary.json. Under torchrun each process is one rank.
+    MODEL is file.py:function or package.module:function returning a pipeloom.Job; CONFIG is a TOML file.
+    Without either, a byte-level GPT trains on the Python standard library in two processes. The run directory
+    gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json, report.html and summary.json. Under
+    torchrun each process is one rank.
 
     With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
     replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and
@@ -96,6 +106,9 @@ def train(
     (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
     (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
+    if config is not None and names_model(config):
+        exclusive("config", "job", hint="name one model")
+        config, job = None, str(config)
     from ..ir.plan import load_plan
     from ..train.config import Override, read_config
     from ..train.rank_processes import RankProcesses

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,8 +201,8 @@ message is not added to a step: a rank kept waiting for a core now computes undi
 and the rehearsed actions have their share of it already."""
 
 
-BLOCKS, BLOCK, BUSY_PRODUCTS = 6, 8, 4
-"""Blocks of rounds of work with messages, rounds of one, and matrix products of a round."""
+ROUNDS, LONGEST_S = 49, 0.01
+"""Rounds of work with a message, of which the first warms up, and the longest work of one, in seconds."""
 
 
 def measure_link(channel: Channel, size: int, clock: Clock, device: torch.device) -> Link:
@@ -274,51 +275,51 @@ def _echo(channel: Channel, size: int, clock: Clock, device: torch.device) -> tu
     return _quantile(one_way), _quantile([*mine[1], *theirs[1]])
 
 
-def busy_link(channel: Channel, size: int, clock: Clock, device: torch.device) -> Link:
+def busy_link(channel: Channel, size: int, clock: Clock, device: torch.device, *, action_s: float) -> Link:
     """`measure_link`, with what a message costs ranks that compute all the time.
+
+    action_s: seconds of an action of this rank.
 
     An echo finds a rank that waits for it. In a step all ranks compute, and where they are as many as the
     cores, the transport's threads must take one away: who posts a transfer while such a thread is kept off a
-    core waits for its lock, now and then for 3 ms and more. Either end gets half of the mean.
+    core waits for its lock, now and then for 3 ms and more; the sooner, the longer it has computed.
     """
     link = measure_link(channel, size, clock, device)
     if channel.ranks == 1:
         return link
     size = max(size // 4, 2) * 4
-    busy_s = _busy_s(channel, size, clock, device) / 2 - size * link.overhead_s_per_byte
-    return replace(link, overhead_s=max(link.overhead_s, busy_s))
+    posting_s = _posting_s(channel, size, clock, device, action_s) - size * link.overhead_s_per_byte
+    return replace(link, overhead_s=max(link.overhead_s, posting_s))
 
 
-def _busy_s(channel: Channel, size: int, clock: Clock, device: torch.device) -> float:
-    """Mean seconds that a message sent and one received add to work; on all ranks the same.
+def _posting_s(channel: Channel, size: int, clock: Clock, device: torch.device, action_s: float) -> float:
+    """Mean seconds that a send takes in a rank that computes, as its peer does; on all ranks the same.
 
-    ranks 0 and 1, 2 and 3, ...    work │ send, work, receive │ work │ send, work, receive │ ...
-    a last one without a peer      work │       work          │ work │       work          │ ...
+    ranks 0 and 1, 2 and 3, ...    send, work, receive │ send, work, receive │ ...
+    a last one without a peer            work          │       work          │ ...
     """
-    peer, rounds = channel.rank ^ 1, BLOCKS * BLOCK
+    peer = channel.rank ^ 1
     paired = peer < channel.ranks
-    outgoing = _messages(size, channel.rank, peer, rounds)
-    incoming = _messages(size, peer, channel.rank, rounds) if paired else []
+    outgoing = _messages(size, channel.rank, peer, ROUNDS)
+    incoming = _messages(size, peer, channel.rank, ROUNDS) if paired else []
     channel.begin(incoming)
     data, work = torch.zeros(size // 4, device=device), _work(device)
-    blocks_s: list[float] = []
-    for block in range(2 * BLOCKS):
-        channel.all_reduce(torch.zeros(1, device=device))
-        start = clock.mark()
-        for index in range(block // 2 * BLOCK, (block // 2 + 1) * BLOCK):
-            fresh = data.clone()
-            if paired and block % 2:
-                channel.send(outgoing[index], [fresh])
-            work(BUSY_PRODUCTS)
-            if paired and block % 2:
-                channel.receive(incoming[index])
-                channel.release(incoming[index])
-        blocks_s.append(clock.seconds(start, clock.mark()))
+    sends_s: list[float] = []
+    for index in range(ROUNDS):
+        fresh = data.clone()
+        if paired:
+            start = clock.mark()
+            channel.send(outgoing[index], [fresh])
+            sends_s.append(clock.seconds(start, clock.mark()))
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < min(action_s, LONGEST_S):
+            work(1)
+        if paired:
+            channel.receive(incoming[index])
+            channel.release(incoming[index])
     channel.end()
-    # The first of each warms up.
-    more_s = (sum(blocks_s[3::2]) - sum(blocks_s[2::2])) / (rounds - BLOCK)
-    found = channel.all_gather_object(more_s if paired else None)
-    return statistics.fmean(each for each in found if each is not None)
+    found = [each for each in channel.all_gather_object(sends_s[1:]) if each]
+    return statistics.fmean(second for each in found for second in each)
 
 
 def _messages(size: int, source: int, target: int, count: int) -> list[Message]:
@@ -366,6 +367,6 @@ def _measure(path: Path) -> None:
     group = connect(device)
     with watch_ranks(group) as watch:
         channel = dist_channel(group, watch, device=device)
-        links = [busy_link(channel, 4 * MiB, HostClock(), device) for _ in range(3)]
+        links = [measure_link(channel, 4 * MiB, HostClock(), device) for _ in range(3)]
         if channel.rank == 0:
             path.write_bytes(msgspec.json.encode(links))

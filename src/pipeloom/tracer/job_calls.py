@@ -106,15 +106,22 @@ def call_model(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     try:
         return model(*parts, **named)
     except TypeError as error:
-        if (refusal := _not_taken(job, model, parts, named)) is None:
+        if (refusal := _not_taken(job, model, batch, parts, named)) is None:
             raise
         raise refusal from error
 
 
 def _not_taken(
-    job: Job, model: nn.Module, parts: Sequence[Tensor], named: Mapping[str, Tensor]
+    job: Job,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    parts: Sequence[Tensor],
+    named: Mapping[str, Tensor],
 ) -> CaptureError | None:
-    """Which entries of a batch a forward does not take; None if it takes them."""
+    """Which entries of a batch a forward does not take; None if it takes them.
+
+    parts, named: what it gets of them.
+    """
     form = signature(model.forward)
     try:
         form.bind(*parts, **named)
@@ -134,7 +141,8 @@ def _not_taken(
         if job.loss is not None:
             hint = "the loss gets as many of the last parts as it has arguments beside the outputs"
     else:
-        given, hint = f"a batch of {', '.join(named)}", "name entries of the batch as the forward's arguments"
+        given = f"a batch of {' and '.join(map(repr, batch)) or 'no entries'}"
+        hint = f"name entries of the batch as the forward's arguments: {', '.join(form.parameters)}"
     return CaptureError(f"the forward of {job.name} cannot take {given}: {why}{where}", hint=hint)
 
 
