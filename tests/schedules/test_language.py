@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from small import built, simulated
+from small import built
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, W
@@ -173,13 +173,3 @@ def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject)
         StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for f, i, w in times
     )
     built(name, ranks, m, costs=costs)
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
-def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
-    _, placement = registry.default_placement(name, 4)
-    costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
-    s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
-    assert recipe is not None
-    made = built(name, 4, 8, costs=costs)
-    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).step_s

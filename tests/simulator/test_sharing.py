@@ -16,12 +16,18 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.timeline import Timeline
+from pipeloom.simulator.all_reduce import all_reduce_s
 from pipeloom.simulator.simulate import simulate
 
 LINK = Link(bandwidth_bytes_per_s=4.0)
 
 
 EQUAL = equal_costs(1)[0]
+
+
+@pytest.mark.parametrize(("on", "seconds"), [((0, 0, 1, 1), 6.0), ((0, 1, 0, 1), 12.0)])
+def test_a_ring_is_not_faster_than_the_links_of_the_nodes_that_it_crosses(on, seconds) -> None:
+    assert all_reduce_s(16, (0, 1, 2, 3), nodes(*on, node_link=LINK)) == seconds
 
 
 def sum_times(timeline: Timeline) -> dict[str, tuple[float, float]]:
