@@ -156,14 +156,6 @@ def test_gis_in_groups(g: int, v: int) -> None:
         assert bubble(made, s) <= (2 * (p - 1) + (p - g) * (v - 1)) / v + 1e-9
 
 
-@pytest.mark.parametrize("m", [1, 5, 9, 17])
-def test_gis_with_a_few_micro_batches_too_many_or_too_few(m: int) -> None:
-    """The rows for whole groups without some micro-batches still run, never longer."""
-    whole = 8 * -(-m // 8)
-    steps = [made_for("gis", shape("gis:join=1", 8, count, 2)).step_s for count in (m, whole)]
-    assert steps[0] <= steps[1]
-
-
 @pytest.mark.parametrize("group", [3, 9])
 def test_gis_refuses_groups_that_would_stall(group: int) -> None:
     with pytest.raises(ScheduleError, match=f"group {group} for 8 ranks"):

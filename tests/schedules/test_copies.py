@@ -50,7 +50,7 @@ def without(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in row if a.kind not in COPYING) for row in schedule.rows)
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     st.sampled_from(["po", "gis", "interleaved_1f1b", "zb_v", "looped_bfs"]),
     st.integers(2, 5),
@@ -154,15 +154,6 @@ def test_rows_with_copies_are_read_as_they_are_written() -> None:
 def test_a_window_too_short_for_its_copies_stays() -> None:
     last = built("1f1b:offload=1", 4, 8).rows[-1]
     assert [str(action) for action in last[:4]] == ["3F0", "3B0", "3F1", "3B1"]
-
-
-def test_slow_links_cost_time_and_no_room() -> None:
-    fast, slow = (
-        simulate_schedule("po_f", Scenario(ranks=4, chunks=4, microbatches=16, copy_ratio=k))
-        for k in (0.5, 4.0)
-    )
-    assert max(held_at_worst(slow.schedule)) <= 4
-    assert slow.summary.step_s > 1.5 * fast.summary.step_s
 
 
 @pytest.mark.parametrize("each", [1, 2])

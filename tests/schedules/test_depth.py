@@ -8,10 +8,9 @@ from hypothesis import given, settings, strategies as st
 from small import simulated
 
 from pipeloom.ir.flow import dag
-from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import shape
-from pipeloom.schedules.language.placements import both_ways, loop, wave
 from pipeloom.schedules.registry import shape_of
 
 FOUR_TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)])
@@ -27,15 +26,6 @@ LIMITED_BY_RANKS = "zb_h1 zb_h2 zb_1p zb_2p gis gis_g gis_h po zb_v dualpipev ha
 
 def depth(stages: StageGraph, placement: tuple[int, ...]) -> int:
     return shape_of(0, stages=stages, placement=placement, microbatches=4).depth
-
-
-@settings(max_examples=30)
-@given(ranks=st.integers(1, 9), chunks=st.integers(1, 5))
-def test_on_every_chain_depth_is_the_number_of_ranks(ranks: int, chunks: int) -> None:
-    for placement in (loop(ranks, chunks), wave(ranks, chunks)):
-        assert depth(chain(len(placement)), placement) == ranks
-    assert depth(replicate(chain(ranks), 2), both_ways(ranks)) == ranks
-    assert depth(chain(ranks + 1), (*range(ranks), 0)) == ranks
 
 
 @st.composite

@@ -86,9 +86,3 @@ def test_all_run_or_say_why_not(where: str, even: bool) -> None:
         else:
             count = 1 if name == "forward_only" else 2
             assert sum(map(len, made.rows)) >= count * microbatches * len(placement), name
-
-
-@pytest.mark.parametrize("where", ON_DAGS)
-def test_some_take_any_graph(where: str) -> None:
-    for name in ON_DAGS[where]:
-        registry.build(name, *PLACED[where], 6)

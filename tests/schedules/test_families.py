@@ -20,12 +20,8 @@ from pipeloom.schedules.language.names import ALIASES
 from pipeloom.schedules.registry import build, in_flight, names, register
 from pipeloom.simulator.summary import summarise
 
-DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-
 PICTURES = {
     "forward_only": (chain(2), (0, 1), "0F0 0F1 0F2 | 1F0 1F1 1F2"),
-    "gpipe": (chain(2), (0, 1), "0F0 0F1 0F2 0B0 0B1 0B2 | 1F0 1F1 1F2 1B0 1B1 1B2"),
-    "gpipe of one stage": (chain(1), (0,), "0F0 0F1 0B0 0B1"),
     "gpipe, neighbours on one rank": (
         chain(4),
         (0, 0, 1, 1),
@@ -41,29 +37,11 @@ PICTURES = {
         (0, 1, 2),
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 | 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     ),
-    "1f1b of one stage": (chain(1), (0,), "0F0 0B0 0F1 0B1"),
-    "1f1b with fewer micro-batches than ranks": (
-        chain(4),
-        (0, 1, 2, 3),
-        "0F0 0F1 0B0 0B1 | 1F0 1F1 1B0 1B1 | 2F0 2F1 2B0 2B1 | 3F0 3B0 3F1 3B1",
-    ),
-    "1f1b, both branches of a diamond equally far from the loss, so both run one ahead": (
-        DIAMOND,
-        (0, 1, 2, 3),
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 | "
-        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3 | 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
-    ),
     "1f1b, a short encoder (stage 2) that need not run as far ahead as the long one (0 and 1)": (
         dag(5, [(0, 1), (1, 3), (2, 3), (3, 4)]),
         (0, 1, 2, 3, 4),
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 | 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3 | "
         "2F0 2F1 2F2 2B0 2F3 2B1 2B2 2B3 | 3F0 3F1 3B0 3F2 3B1 3F3 3B2 3B3 | 4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3",
-    ),
-    "1f1b, a skip connection that changes nothing: the longest path counts": (
-        dag(4, [(0, 1), (1, 2), (2, 3), (0, 3)]),
-        (0, 1, 2, 3),
-        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 | 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3 | "
-        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3 | 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
     ),
     "1f1b, neighbours on one rank that act as one stage": (
         chain(4),
@@ -80,7 +58,6 @@ PICTURES = {
         (0, 1),
         "0F0 0F1 0I0 0W0 0I1 0W1 | 1F0 1I0 1W0 1F1 1I1 1W1",
     ),
-    "forward_only, split": (chain(2), (0, 1), "0F0 | 1F0"),
 }
 """Family and what is drawn -> stages, placement, rows."""
 

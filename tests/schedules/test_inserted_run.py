@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from commands import good
+from odd.case import Stack, job
 from runs import capture_of, each_rank, even_plan
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeloom import Job, Plan, verify
+from pipeloom import Plan, verify
 from pipeloom.ir.action import B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.operation import Operation, declare
@@ -27,23 +28,7 @@ from pipeloom.schedules.registry import Entry
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = torch.tanh(self.first(x))
-        h = h + torch.tanh(self.second(h))
-        return {"loss": nn.functional.cross_entropy(self.last(h), y)}
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, 6, generator=g), "y": torch.randint(3, (rows,), generator=g)}
-
-
-JOB = Job(model=Net, batch=batch, name="net")
+JOB = job(Stack)
 
 
 def plan_for(recipe: Callable[[Shape], Recipe], *, stages: int = 2, microbatches: int = 4) -> Plan:
@@ -85,7 +70,7 @@ def test_handlers_see_their_place() -> None:
     last = seen[1, 3]
     assert (last.rank, last.ranks, last.microbatches, last.last) == (1, 2, 4, True)
     assert not seen[1, 2].last and last.state == {"calls": 4}
-    assert "last.weight" in last.gradients and "first.weight" in seen[0, 0].gradients
+    assert "head.weight" in last.gradients and "inlet.weight" in seen[0, 0].gradients
 
 
 def test_a_handler_may_change_gradients() -> None:
@@ -96,7 +81,7 @@ def test_a_handler_may_change_gradients() -> None:
 
     found = verify(JOB, plan_for(with_op(halve)))
     assert not found.passed
-    assert found.gradients["last.weight"] == pytest.approx(0.5, abs=1e-6)
+    assert found.gradients["head.weight"] == pytest.approx(0.5, abs=1e-6)
 
 
 def test_residuals_may_leave_and_come_back() -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from small import built, simulated
+from small import built
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, W
@@ -26,31 +26,13 @@ from pipeloom.schedules.list_scheduler import choose
 from pipeloom.schedules.list_scheduler.choose import make
 
 
-def shape(
-    placement: tuple[int, ...],
-    m: int,
-    *,
-    times: tuple[float, float, float] = (1, 1, 1),
-    transfer_s: float = 0,
-) -> Shape:
-    f, i, w = times
-    costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
-    return Shape(
-        stages=chain(len(placement)),
-        placement=placement,
-        microbatches=m,
-        costs=costs,
-        transfer_s=lambda source, target: transfer_s,
-    )
-
-
 # The traps.
 def deepest_first(s: Shape) -> Callable[[Action], object]:
     return lambda a: (a.kind == F, -s.chunk[a.stage], a.microbatch)
 
 
 def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
-    s = shape(placements.wave(4), 8)
+    s = registry.shape_of(placement=placements.wave(4), microbatches=8)
     make(s, Recipe(kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3))
     for memory in (2, 2.5, 3, 4):
         clock = path_clock(s)
@@ -67,7 +49,9 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
     """Greed starts a long W just before an urgent I arrives: the bubble of a V goes from 3.5 % to 11 %."""
 
     def bubbles(transfer_s: float) -> tuple[float, float]:
-        s = shape(placements.wave(8), 32, times=(5, 5, 5), transfer_s=transfer_s)
+        costs = equal_costs(16, forward_s=5, input_grad_s=5, weight_grad_s=5)
+        how = {"costs": costs, "transfer_s": lambda source, target: transfer_s}
+        s = registry.shape_of(placement=placements.wave(8), microbatches=32, **how)
         greedy = Recipe(
             kinds="FIW",
             priority=deepest_first(s),
@@ -92,7 +76,7 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
         StageCost(forward_s=1, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
         for i, w in ((1, 1), (1, 3), (2, 1))
     )
-    s = replace(shape((0, 1, 2), 2), costs=costs)
+    s = registry.shape_of(3, microbatches=2, costs=costs)
     rows = phases(s, warm_up=lambda rank: 2 - rank, repeat="FI")
     waits = make(s, Recipe(kinds="FIW", rows=rows))
     hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0))
@@ -173,13 +157,3 @@ def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject)
         StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for f, i, w in times
     )
     built(name, ranks, m, costs=costs)
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
-def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
-    _, placement = registry.default_placement(name, 4)
-    costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
-    s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
-    assert recipe is not None
-    made = built(name, 4, 8, costs=costs)
-    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).step_s

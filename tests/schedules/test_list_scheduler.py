@@ -135,9 +135,3 @@ def test_a_family_may_try_fewer_recipes_for_many_micro_batches_than_for_few() ->
 
     s = shape("zb_h1", 2, 9)
     assert fastest(s, family).step_s == best(s, family(s)).step_s
-
-
-def test_where_messages_take_no_time_there_is_nothing_to_simulate() -> None:
-    s = shape("looped_bfs", 3, 6)
-    (recipe,) = recipes_of("looped_bfs", s)
-    assert simulated_cost(s, make(s, recipe)) is None

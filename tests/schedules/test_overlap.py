@@ -22,7 +22,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule, schedule_text
-from pipeloom.schedules.language import placements, shape
+from pipeloom.schedules.language import shape
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
@@ -35,13 +35,6 @@ def f_with_b(a: Action, b: Action) -> bool:
 
 
 PAIRED = ("0F0 0F1 0F2&0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
-
-
-def test_text_of_a_pair() -> None:
-    made = by_hand(*PAIRED)
-    assert made.pairs == ((Action(0, F, 2), Action(0, B, 0)),)
-    assert str(made).splitlines() == list(PAIRED)
-    check(made, chain(2))
 
 
 ACTIONS = st.builds(
@@ -170,16 +163,6 @@ def test_the_list_scheduler_and_the_simulator_agree(
     step_s = simulated(schedule, s.costs, s.stages, alike(4, latency_s=transfer_s)).step_s
     assert len(made.pairs) > 8 and step_s == pytest.approx(made.step_s)
     assert not make(s, replace(order(s), together=None)).pairs
-
-
-def test_a_v_with_pairs_is_faster_where_they_gain() -> None:
-    """F and B of its two chunks as one unit, at 80 % of the time of both."""
-    cost = replace(equal_costs(1, forward_s=0.5, input_grad_s=0.5, weight_grad_s=0.5)[0], pair_factor=0.8)
-    s = shape_of(4, microbatches=16, placement=placements.wave(4))
-    s = replace(s, stages=chain(8), costs=(cost,) * 8)
-    apart = Recipe(clock=shape.path_clock(s, kinds="FB"), memory=s.ranks)
-    paired = replace(apart, together=lambda a, b: f_with_b(a, b) and s.chunk[a.stage] != s.chunk[b.stage])
-    assert make(s, paired).step_s < make(s, apart).step_s
 
 
 @pytest.mark.parametrize(("factor", "step_s"), [("1", 12), ("2", 15)])

@@ -47,17 +47,6 @@ def two_ranks(cost: StageCost, *rows: str) -> tuple[Timeline, Explanation]:
 
 def test_copies_run_beside_computing_and_the_backward_waits_for_its_reload() -> None:
     _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1 0STEP")
-    assert [(e.stream, e.action, e.start_s, e.end_s) for e in timeline.events] == [
-        ("compute", "0F0", 0.0, 1.0),
-        ("d2h", "0OFFLOAD0", 1.0, 4.0),
-        ("compute", "0F1", 1.0, 2.0),
-        ("h2d", "0RELOAD0", 4.0, 8.0),  # not before its residuals are on the host
-        ("compute", "0RECOMPUTE0", 8.0, 8.5),
-        ("compute", "0B0", 8.5, 10.5),
-        ("compute", "0RECOMPUTE1", 10.5, 11.0),
-        ("compute", "0B1", 11.0, 13.0),
-        ("compute", "0STEP", 13.0, 13.0),
-    ]
     device, host = timeline.memory
     assert (device.tier, host.tier, host.rank) == ("device", "host", 0)
     assert changes(device) == [
@@ -80,13 +69,6 @@ def test_a_backward_that_waits_for_its_reload_says_so() -> None:
     assert waits == [("copy", "0RELOAD0", "0B0", 2.0, 8.0)]
     assert [p.action for p in found.path] == ["0F0", "0OFFLOAD0", "0RELOAD0", "0B0", "0B1"]
     assert [p.kind for p in found.path] == ["compute", "copy", "copy", "compute", "compute"]
-
-
-def test_a_reload_that_waits_for_another_one_is_on_the_path() -> None:
-    row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0RELOAD1 0B1 0B0 0STEP"
-    program, timeline = one_rank(row, replace(KEPT, offload_s=0.25))
-    path = [(p.action, p.end_s) for p in explain_idle_time(program, timeline, chain(1)).path]
-    assert path == [("0F0", 1), ("0F1", 2), ("0RELOAD0", 6), ("0RELOAD1", 10), ("0B1", 12), ("0B0", 14)]
 
 
 def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
@@ -115,17 +97,11 @@ def test_copies_are_drawn() -> None:
     [
         ("0F0 0OFFLOAD0", "drop it: what only runs forward"),
         ("0F0 0OFFLOAD0 0B0 0STEP", "add 0RELOAD0 between 0OFFLOAD0 and 0B0"),
-        ("0F0 0OFFLOAD0 0I0 0W0 0STEP", "add 0RELOAD0 between 0OFFLOAD0 and 0I0"),
         ("0F0 0RELOAD0 0B0 0STEP", "add 0OFFLOAD0 between 0F0 and 0RELOAD0"),
         ("0F0 0RELOAD0 0OFFLOAD0 0B0 0STEP", "move 0OFFLOAD0 in front of 0RELOAD0"),
-        ("0OFFLOAD0 0F0 0RELOAD0 0B0 0STEP", "move 0F0 in front of 0OFFLOAD0"),
         ("0F0 0OFFLOAD0 0B0 0RELOAD0 0STEP", "move 0RELOAD0 in front of 0B0"),
         ("0F0 0OFFLOAD0 0RECOMPUTE0 0RELOAD0 0B0 0STEP", "move 0RELOAD0 in front of 0RECOMPUTE0"),
         ("0F0 0I0 0RECOMPUTE0 0W0 0STEP", "move 0RECOMPUTE0 in front of 0I0"),
-        ("0F0 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0 0STEP", "0RELOAD0 twice"),
-        ("0F0 0RECOMPUTE1 0B0 0STEP", "micro-batches are 0 to 0"),
-        ("0F0 1RECOMPUTE0 0B0 0STEP", "stages are 0 to 0"),
-        ("0F0 0B0 0STEP 0RECOMPUTE0", "0B0 before 0RECOMPUTE0"),
     ],
 )
 def test_every_rule_has_its_message(row: str, words: str) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from processes import output
-from small import alike, built, whole_costs
+from shared_links import treated
+from small import built, whole_costs
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir import kernels
-from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.columns import Rows
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.flow import dag
@@ -25,18 +27,26 @@ from pipeloom.simulator.simulate import simulate
 from pipeloom.simulator.summary import summarise
 
 
-def cluster(ranks: int) -> Cluster:
-    link = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
-    return replace(alike(ranks), within_node=link)
-
-
 def odd_timeline() -> Timeline:
-    """Skips, an edge without gradient, tied parameters, and two stages on one of the ranks."""
+    """Skips, an edge without gradient, tied parameters, two stages on one of the ranks, some residuals copied
+    and some made again, and links that ranks share."""
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 3), (1, 4)]
     stages = dag(5, edges, no_gradient=[(0, 3)], params={0: ("x",), 2: ("x", "y"), 4: ("y",)})
     made = registry.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
-    program = lower(made, stages)
-    return simulate(program, stages, whole_costs(5, 0), cluster(4), begin_s=(0.0, 3.0, 0.0, 1.0))
+    copied = {
+        "offloaded_bytes": 4,
+        "offload_s": 2.0,
+        "reload_s": 3.0,
+        "recompute_s": 1.0,
+        "residual_bytes": 9,
+    }
+    costs = tuple(replace(cost, **copied) for cost in whole_costs(5, 0))
+    devices = tuple(Device(name="d", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))
+    link = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
+    where = Cluster(devices=devices, within_node=link, node_link=link, switches={"s0": link, "s1": link})
+    return simulate(
+        treated(lower(made, stages), Random(3)), stages, costs, where, begin_s=(0.0, 3.0, 0.0, 1.0)
+    )
 
 
 @pytest.mark.slow

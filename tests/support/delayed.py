@@ -91,7 +91,6 @@ def trained(
     *,
     steps: int = STEPS,
     drains: Sequence[int] = (),
-    one_by_one: bool = False,
     **options: Any,
 ) -> Trained:
     """drains: after these batches something else is asked of the pipeline."""
@@ -99,16 +98,10 @@ def trained(
 
     def work(pipeline: Pipeline) -> Trained:
         batches = [job.batch(index, rows) for index in range(steps)]
-        reports = []
-        if one_by_one:
-            for batch in batches:
-                pipeline.step(batch)
-                reports.append(pipeline.report)
-        else:
-            stops = [0, *drains, steps]
-            for low, high in zip(stops, stops[1:], strict=False):
-                reports += list(pipeline.steps(batches[low:high]))
-                pipeline.evaluate(batches[0])
+        reports, stops = [], [0, *drains, steps]
+        for low, high in zip(stops, stops[1:], strict=False):
+            reports += list(pipeline.steps(batches[low:high]))
+            pipeline.evaluate(batches[0])
         return Trained(
             losses=[report.loss for report in reports],
             norms=[report.grad_norm for report in reports],

@@ -211,11 +211,6 @@ def swap(draw: st.DrawFn, rows: Table) -> None:
     rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
 
 
-def swap_ranks(draw: st.DrawFn, rows: Table) -> None:
-    (rank, at), (other, there) = _place(draw, rows), _place(draw, rows)
-    rows[rank][at], rows[other][there] = rows[other][there], rows[rank][at]
-
-
 def delete(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
     del rows[rank][at]
@@ -239,20 +234,9 @@ def move_away(draw: st.DrawFn, rows: Table) -> None:
     rows[other].insert(draw(st.integers(0, len(rows[other]))), step)
 
 
-def reverse(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    end = draw(st.integers(at, len(rows[rank])))
-    rows[rank][at:end] = rows[rank][at:end][::-1]
-
-
 def rotate(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
     rows[rank][:] = rows[rank][at:] + rows[rank][:at]
-
-
-def empty(draw: st.DrawFn, rows: Table) -> None:
-    rank, _ = _place(draw, rows)
-    rows[rank].clear()
 
 
 def swap_rows(draw: st.DrawFn, rows: Table) -> None:
@@ -271,20 +255,10 @@ def rename(draw: st.DrawFn, rows: Table) -> None:
         ]
 
 
-def other_microbatch(draw: st.DrawFn, rows: Table) -> None:
+def other_number(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
-    rows[rank][at] = replace(rows[rank][at], microbatch=draw(st.integers(0, 6)))
-
-
-def other_stage(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    rows[rank][at] = replace(rows[rank][at], stage=draw(st.integers(0, 9)))
-
-
-def other_peer(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    if rows[rank][at].is_transfer:
-        rows[rank][at] = replace(rows[rank][at], peer=draw(st.integers(0, 6)))
+    names = ["microbatch", "stage", *(["peer"] if rows[rank][at].is_transfer else [])]
+    rows[rank][at] = replace(rows[rank][at], **{draw(st.sampled_from(names)): draw(st.integers(0, 9))})
 
 
 def other_kind(draw: st.DrawFn, rows: Table) -> None:
@@ -314,25 +288,20 @@ EDITS: dict[str, Edit] = {
     for edit in (
         next_to_next,
         swap,
-        swap_ranks,
         delete,
         duplicate,
         move,
         move_away,
-        reverse,
         rotate,
-        empty,
         swap_rows,
         rename,
-        other_microbatch,
-        other_stage,
-        other_peer,
+        other_number,
         other_kind,
         split,
     )
 }
 
-OFTEN = ("next_to_next", "swap", "move", "reverse")
+OFTEN = ("next_to_next", "swap", "move")
 """Edits that leave everything there, so that the order alone decides."""
 
 NAMES = st.lists(st.sampled_from(sorted(EDITS)) | st.sampled_from(OFTEN), min_size=1, max_size=3)
@@ -343,19 +312,14 @@ MAY_BREAK: dict[str, set[str]] = {
     "next_to_next": ORDERING,
     "swap": ORDERING,
     "move": ORDERING,
-    "reverse": ORDERING,
     "rotate": ORDERING,
-    "swap_ranks": {"placement", *ORDERING},
     "move_away": {"placement", *ORDERING},
     "swap_rows": {"placement"},
     "delete": COUNTING,
     "duplicate": {"completeness"},
-    "empty": {"completeness", "pairs"},
     "rename": {"kinds", "slices", "pairs", "operations"},
-    "other_microbatch": {"kinds", *COUNTING},
-    "other_stage": {"placement", *COUNTING},
+    "other_number": {"placement", "kinds", *COUNTING},
     "other_kind": {"kinds", *COUNTING},
-    "other_peer": set(),
     "split": {"pairs", "shards", "operations"},
 }
 """The rules that one edit of a valid schedule can break."""

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from pipeloom.ir.action import Action
 from pipeloom.ir.errors import DeadlockError, ScheduleError
@@ -48,36 +49,6 @@ MESSAGES = {
 }
 """Rule -> what its messages look like."""
 
-SCHEDULE_RULES = (
-    "placement",
-    "ranks",
-    "kinds",
-    "completeness",
-    "shards",
-    "order",
-    "slices",
-    "deadlock",
-    "residuals",
-    "pairs",
-    "operations",
-)
-PROGRAM_RULES = (
-    "placement",
-    "kinds",
-    "completeness",
-    "shards",
-    "order",
-    "residuals",
-    "pairs",
-    "operations",
-    "ends",
-    "pairing",
-    "data",
-    "optimizer",
-    "deadlock",
-)
-"""In the order in which they are proved: the first broken one is reported."""
-
 
 def computes(action: Action) -> bool:
     return not (action.is_transfer or action.is_stage_wide)
@@ -94,7 +65,7 @@ def rule_of(error: ScheduleError) -> str:
 
 def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
     """The first rule that a schedule breaks; None if it is valid."""
-    tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {
+    tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {  # in the order in which they are proved
         "placement": misplaced,
         "ranks": _idle,
         "kinds": unknown,
@@ -102,13 +73,13 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
         "shards": bad_shards,
         "order": out_of_order,
         "slices": _slices_mixed,
-        "residuals": lambda s, g: badly_treated(s),
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
+        "residuals": lambda s, g: badly_treated(s),
         "pairs": lambda s, g: bool(bad_pairs(s, g)),
         "operations": badly_added,
     }
-    for rule in SCHEDULE_RULES:
-        if tests[rule](schedule, stages):
+    for rule, broken in tests.items():
+        if broken(schedule, stages):
             return rule
     return "deadlock" if stuck(schedule, stages) else None
 
@@ -291,11 +262,10 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         pairs=p.pairs,
         rows=tuple(tuple(step for step in row if computes(step)) for row in p.rows),
     )
-    if misplaced(compute, g):
-        return "placement"
     rows = tuple(tuple(a for a in row if a.kind not in TREATED) for row in compute.rows)
     untreated = replace(compute, rows=rows)
     tests: dict[str, Callable[[], bool]] = {
+        "placement": lambda: misplaced(compute, g),
         "kinds": lambda: unknown(compute, g, (*COMPUTE, *TREATED)),
         "completeness": lambda: incomplete(compute, g),
         "shards": lambda: bad_shards(compute, g),
@@ -310,10 +280,10 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         "deadlock": lambda: bool(program_stuck(p, g)),
     }
     waits = g.shards or p.pairs or any(met(a, g) for row in compute.rows for a in row)
-    early = PROGRAM_RULES[1 : PROGRAM_RULES.index("ends")]
+    early = takewhile(lambda rule: rule != "ends", tests)
     if waits and not any(tests[rule]() for rule in early) and stuck(compute, g):
         return "deadlock"
-    return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
+    return next((rule for rule, broken in tests.items() if broken()), None)
 
 
 def _edge(t: Action) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Every optimizer of `torch.optim` trains as in one process, or is refused with a sentence."""
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import optimizers
@@ -16,7 +15,6 @@ from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.action import STEP
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import step_bytes
-from pipeloom.ir.plan import widened
 from pipeloom.planner.plan_costs import PlanCosts
 
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
@@ -29,15 +27,6 @@ def test_equal_to_one_process(name: str, stages: int) -> None:
     job = job_of(name)
     plan = even_plan(job, stages, microbatches=2 * MICROBATCHES)
     found = pipelined(job, plan, optimizers.batches(), clip_norm=CLIP)
-    assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", (*TRAINS, BY_ROLE))
-def test_replicas_that_share_out_the_state(name: str) -> None:
-    job = job_of(name)
-    plan = widened(even_plan(job, 2, microbatches=MICROBATCHES), 2)
-    found = pipelined(job, replace(plan, shard_optimizer=True), optimizers.batches(), clip_norm=CLIP)
     assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
 
 

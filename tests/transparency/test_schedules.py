@@ -121,36 +121,26 @@ def test_dropout_draws_the_same_numbers(name: str) -> None:
     assert result.reference.startswith("the module itself, eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "t5"])
-@pytest.mark.parametrize("name", SEVERAL_STAGES)
-def test_other_families(model: str, name: str) -> None:
-    """T5's stages are a DAG: every decoder stage reads the encoder's output."""
-    job = zoo.job(model, double=True)
-    batches = [job.batch(seed, 4) for seed in range(2)]
-    found = pipelined(job, plan_of(job, name, 2, microbatches=4), batches, clip_norm=0.1)
-    assert_same(found, plain(job, batches, 4, clip_norm=0.1), tolerance=1e-11)
+OTHERS = {
+    "llama": (zoo.job("llama", double=True), 4, 1),
+    "T5, whose decoder stages all read the encoder": (zoo.job("t5", double=True), 4, 1),
+    "uneven micro-batches, twice": (zoo.job("gpt", double=True), 21, 2),
+    "cut between modules": (zoo.in_double(JOBS["skips"]), 8, 1),
+    "branches between modules": (zoo.in_double(JOBS["branch between blocks"]), 8, 1),
+}
+"""Job, rows of a batch, and how many steps are added up."""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("name", SEVERAL_STAGES)
-def test_accumulation_and_uneven_micro_batches(name: str) -> None:
-    job = zoo.job("gpt", double=True)
-    batches = [job.batch(seed, 21) for seed in range(2)]
-    plan = plan_of(job, name, 2, microbatches=4, microbatch_size=2)
-    found = pipelined(job, plan, batches, accumulate=2)
-    assert_same(found, plain(job, batches, 8), tolerance=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["skips", "branch between blocks"])
-@pytest.mark.parametrize("name", SEVERAL_STAGES)
-def test_models_cut_between_modules(model: str, name: str) -> None:
-    job = JOBS[model]
-    batches = [job.batch(seed, 8) for seed in range(2)]
-    plan = plan_of(job, name, 2, microbatches=4, microbatch_size=2)
-    found = pipelined(job, plan, batches, evaluate=batches[:1])
-    assert_same(found, plain(job, batches, 4, evaluate=batches[:1]), tolerance=2e-5)
+def test_other_models_and_batches(what: str, name: str) -> None:
+    job, rows, rounds = OTHERS[what]
+    batches = [job.batch(seed, rows) for seed in range(2)]
+    plan = plan_of(job, name, 2, microbatches=4, microbatch_size=1 if rows == 4 else 2)
+    found = pipelined(job, plan, batches, evaluate=batches[:1], clip_norm=0.1, accumulate=rounds)
+    expected = plain(job, batches, 4 * rounds, evaluate=batches[:1], clip_norm=0.1)
+    assert_same(found, expected, tolerance=1e-11)
 
 
 @pytest.mark.slow

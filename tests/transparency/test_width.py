@@ -9,7 +9,7 @@ import every_schedule
 import pytest
 import runs
 import torch
-from delayed import assert_close, delayed, job_of, steady_plan, trained
+from delayed import job_of, steady_plan, trained
 from torch import Tensor
 
 from pipeloom import Pipeline
@@ -37,19 +37,6 @@ def test_schedules_that_flush(name: str) -> None:
     expected = runs.plain(GPT, batches, 8, evaluate=batches[:1], clip_norm=0.1)
     assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
     runs.assert_same(found, expected, tolerance=TOLERANCE)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "tied", "clip_norm"),
-    [(2, 2, False, None), (1, 1, False, 0.05), (3, 3, True, 0.05), (3, 2, True, None)],
-)
-def test_2bw_is_a_delay_of_one_update(
-    stages: int, microbatches: int, tied: bool, clip_norm: float | None
-) -> None:
-    job = job_of("momentum", tied=tied)
-    found = trained(job, widened(steady_plan(job, stages, microbatches), 2), drains=(3,), clip_norm=clip_norm)
-    assert_close(found, delayed(job, 2 * microbatches, clip_norm=clip_norm), 1e-10 if tied else TOLERANCE)
 
 
 def test_a_rank_has_its_own_micro_batches_only() -> None:
@@ -89,18 +76,6 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     size = {name: tensor.numel() for name, tensor in found.parameters.items()}
     own = sum(size[name] for name in first if name not in last)
     assert sorted(begun) == [((0, 1), own), ((0, 1, 2, 3), sum(size[n] for n in first if n in last))]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("weights", ["flush", "2bw"])
-def test_replicas_that_share_out_the_optimizer_state(weights: str) -> None:
-    """The same numbers but for the norm, which is added up in another order."""
-    job = job_of("momentum", tied=True)
-    one = steady_plan(job, 2, 2) if weights == "2bw" else runs.even_plan(job, 2, microbatches=2)
-    whole, shared = (replace(widened(one, 2), shard_optimizer=share) for share in (False, True))
-    expected = trained(job, whole, clip_norm=0.05, drains=(3,))
-    found = trained(job, shared, clip_norm=0.05, drains=(3,))
-    assert_close(found, expected, TOLERANCE)
 
 
 def test_replicas_that_share_out_the_optimizer_state_change_no_bit_without_clipping() -> None:

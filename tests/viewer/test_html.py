@@ -143,10 +143,6 @@ def points(timeline: Timeline) -> list[tuple[float, float]]:
     return [tuple(point) for point in curve["points"]]
 
 
-def test_memory_holds_its_last_value_to_the_steps_end(two_ranks: Timeline) -> None:
-    assert points(two_ranks) == [(0.0, 10.0), (1000.0, 30.0), (9000.0, 10.0), (9500.0, 10.0)]
-
-
 def test_memory_noted_late_is_drawn_in_order(two_ranks: Timeline) -> None:
     curve = MemoryCurve(rank=0, times_s=(0.0, 2.0, 1.0), sizes=(MiB, 2 * MiB, 5 * MiB))
     empty = MemoryCurve(rank=1, times_s=(), sizes=())

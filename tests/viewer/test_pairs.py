@@ -41,12 +41,6 @@ def test_where_the_first_has_no_room_the_mark_goes_to_the_second() -> None:
     assert drawn(TIMELINE, 7)[0] == "rank 0 FFB0B1·"
 
 
-def test_without_pairs_nothing_says_so() -> None:
-    plain = Timeline(source="predicted", ranks=2, events=TIMELINE.events)
-    assert not any("&" in line for line in drawn(plain, 28))
-    assert pictures([plain])[0]["pairs"] == []
-
-
 def test_on_the_page_they_are_framed(page_of: Callable[..., str]) -> None:
     (page,) = pictures([TIMELINE])
     found = [(rank, start * 7 / TICKS, end * 7 / TICKS) for rank, start, end in page["pairs"]]

@@ -77,11 +77,6 @@ def test_arrays_are_drawn_as_events_are(schedule: str, microbatches: int) -> Non
     assert begun == drawn(replace(arrays, events=tuple(arrays.events)), width=90, most_lines=40)
 
 
-def test_colour_is_extra(two_ranks: Timeline) -> None:
-    coloured = drawn(two_ranks, colour=True, width=38)[0]
-    assert "\x1b[" in coloured and "F0──" in coloured
-
-
 def test_a_report_prints_what_there_is(two_ranks: Timeline) -> None:
     rows = [StageRow(stage=0, rank=0, ops=1, parameters=1)]
     things = list(report(predicted=two_ranks, stages=rows, width=90))

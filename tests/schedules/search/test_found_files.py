@@ -22,29 +22,6 @@ STAGE = "[[stage]]\nF = 1\nB = 3\nbytes = 1\n"
 SPLIT = "[[stage]]\nF = 1\nI = 1.5\nW = 1.5\nbytes = 1\n"
 
 
-JOB = """
-import torch
-from torch import nn
-from pipeloom import Job
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return {"loss": x.square().mean()}
-
-def batch(seed, rows):
-    return {"x": torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
-
-def job():
-    return Job(model=Net, batch=batch, name="net")
-"""
-
-
 STAGES = [STAGE, pytest.param(SPLIT, marks=pytest.mark.slow)]
 TIMES = ("-p", 3, "-F", 1, "-I", 1.5, "-W", 1.5)
 
@@ -55,15 +32,13 @@ def chain(folder: Path, stage: str, ranks: int) -> Path:
     return file
 
 
-def trains_as_one_process(module: str, schedule: str) -> None:
-    Path(f"{module}.py").write_text(JOB)
+def trains_as_one_process(schedule: str) -> None:
     words = ("--ranks", 3, "--microbatches", 4, "-s", schedule)
-    assert "equal within" in good("verify", f"{module}.py:job", *words)
+    assert "equal within" in good("verify", "mine.py:job", *words)
 
 
-def test_check_takes_what_a_search_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = chain(tmp_path, SPLIT, 2)
+def test_check_takes_what_a_search_wrote(folder: Path) -> None:
+    file = chain(folder, SPLIT, 2)
     good("schedule", "search", file, "-m", "4", "--memory", "2", "--time-limit", "0", "-o", "checked.py")
     check = ("schedule", "check", "checked.py:found", "-p", "2")
     assert "42 actions on 2 ranks are complete" in good(*check, "-m", "7")
@@ -78,19 +53,16 @@ def test_check_takes_what_a_search_wrote(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=["whole", "split"])
-def test_a_found_schedule_is_one_of_your_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
+def test_a_found_schedule_is_one_of_your_own(folder: Path, stage: str) -> None:
     """It is shown for other micro-batches, its rows pass `check`, and trains as one process does."""
-    monkeypatch.chdir(tmp_path)
-    found = tmp_path / f"found_{len(stage)}.py"
-    command = ("schedule", "search", chain(tmp_path, stage, 3), "-m", 8, "--memory", 3, "-o", found)
+    found = folder / f"found_{len(stage)}.py"
+    command = ("schedule", "search", chain(folder, stage, 3), "-m", 8, "--memory", 3, "-o", found)
     result, name = figures(*command), f"{found}:found"
     shown = figures("schedule", "show", name, "-m", 8, *TIMES)
     assert shown["step_s"] == pytest.approx(result["repeating_step_s"]) and shown["peak"] <= 3
     good("schedule", "export", name, "-m", 5, "-o", "rows.txt", *TIMES)
     assert "cannot block" in good("schedule", "check", "rows.txt")
-    trains_as_one_process(f"net_{len(stage)}", name)
+    trains_as_one_process(name)
 
 
 def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
@@ -120,19 +92,16 @@ PRESS = declare(
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=["whole", "split"])
-def test_an_operation_of_your_own_is_placed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    mine, found = tmp_path / f"press_{len(stage)}.py", tmp_path / f"found_press_{len(stage)}.py"
+def test_an_operation_of_your_own_is_placed(folder: Path, stage: str) -> None:
+    mine, found = folder / f"press_{len(stage)}.py", folder / f"found_press_{len(stage)}.py"
     mine.write_text(OPERATIONS)
-    command = ["schedule", "search", chain(tmp_path, stage, 3), "-m", 6, "--operations", mine]
+    command = ["schedule", "search", chain(folder, stage, 3), "-m", 6, "--operations", mine]
     result = figures(*command, "-o", found, "--effort", 0.3)
     assert result["step_s"] >= result["bound_s"] - 1e-9
     assert [row.count("PRESS") for row in result["rows"]] == [6, 6, 0]
     shown = figures("schedule", "show", f"{found}:found", "-m", 6, *TIMES)
     assert shown["step_s"] == pytest.approx(result["repeating_step_s"])
-    trains_as_one_process(f"net_press_{len(stage)}", f"{found}:found")
+    trains_as_one_process(f"{found}:found")
 
 
 def test_stages_without_ranks_get_some() -> None:
@@ -151,10 +120,8 @@ def test_no_rank_stays_empty_beside_stages_that_name_theirs(
     assert search_schedule({"stage": stages}, 3, ranks=len(named)).schedule.placement == placement
 
 
-def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net_plan.py").write_text(JOB)
-    good("plan", "net_plan.py:job", "--ranks", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
+def test_a_plan_says_what_its_stages_take(folder: Path) -> None:
+    good("plan", "mine.py:job", "--ranks", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
     result = figures("schedule", "search", "--times", "plan.json", "-m", 4)
     assert result["ranks"] == 2 and result["gap"] >= 0 and result["bound"]
 

@@ -38,23 +38,6 @@ def tensor(rank: int, *values: float) -> Tensor:
     return torch.tensor(values, device=f"standin:{rank}")
 
 
-def test_messages_arrive_in_the_order_of_the_sender() -> None:
-    def work(rank: int, group: Callable[[str], StandinGroup]) -> list[float]:
-        lane = group("lane")
-        if rank == 0:
-            for i in range(3):
-                lane.send([tensor(0, float(i))], 1, 0).wait()
-            torch.accelerator.synchronize()
-            return []
-        buffers = [torch.empty(1, device="standin:1") for _ in range(3)]
-        works = [lane.recv([buffer], 0, 0) for buffer in buffers]
-        for one in works:
-            one.wait()
-        return [float(buffer) for buffer in buffers]
-
-    assert on_ranks(work)[1] == [0, 1, 2]
-
-
 def test_who_does_not_wait_is_reported() -> None:
     def work(rank: int, group: Callable[[str], StandinGroup]) -> str:
         lane = group("lane")
@@ -130,21 +113,6 @@ def test_both_directions_in_one_lane_are_stuck_until_an_abort() -> None:
     on_ranks(work)
 
 
-def test_a_lane_for_each_direction_is_not_stuck() -> None:
-    def work(rank: int, group: Callable[[str], StandinGroup]) -> None:
-        up, down = group("up"), group("down")
-        first, second = (up, down) if rank == 0 else (down, up)
-        if rank == 0:  # communicators are made in the same order
-            first._pair(1, torch.device("standin", 0)), second._pair(1, torch.device("standin", 0))
-        else:
-            second._pair(0, torch.device("standin", 1)), first._pair(0, torch.device("standin", 1))
-        for one in exchange(rank, first, second):
-            one.wait()
-        torch.accelerator.synchronize()
-
-    on_ranks(work)
-
-
 def test_a_group_bound_to_a_device_has_one_stream_for_all() -> None:
     def work(rank: int, group: Callable[[str], StandinGroup]) -> bool:
         bound, free = group("bound"), group("free")
@@ -154,30 +122,6 @@ def test_a_group_bound_to_a_device_has_one_stream_for_all() -> None:
         return shared[0] is everyone[0] and shared[1] is not everyone[1]
 
     assert on_ranks(work) == [True, True]
-
-
-def test_collectives() -> None:
-    def work(rank: int, group: Callable[[str], StandinGroup]) -> list[list[float]]:
-        all_ranks = group("all")
-        summed, largest, copied, at_1 = (tensor(rank, rank + 1.0, 2.0) for _ in range(4))
-        gathered = [torch.empty(2, device=f"standin:{rank}") for _ in range(2)]
-        most, to_1, from_1 = dist.AllreduceOptions(), dist.ReduceOptions(), dist.BroadcastOptions()
-        most.reduceOp, to_1.rootRank, from_1.rootRank = dist.ReduceOp.MAX, 1, 1
-        works = [
-            all_ranks.allreduce([summed]),
-            all_ranks.allreduce([largest], most),
-            all_ranks.broadcast([copied], from_1),
-            all_ranks.reduce([at_1], to_1),
-            all_ranks.allgather([gathered], [tensor(rank, rank, rank)]),
-        ]
-        for one in works:
-            one.wait()
-        all_ranks.barrier()
-        return [t.cpu().tolist() for t in (summed, largest, copied, at_1, *gathered)]
-
-    first, second = on_ranks(work)
-    assert first[:3] == second[:3] == [[3, 4], [2, 2], [2, 2]]
-    assert second[3] == [3, 4] and first[4:] == second[4:] == [[0, 0], [1, 1]]
 
 
 def test_torch_finds_the_backend() -> None:

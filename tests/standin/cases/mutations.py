@@ -53,45 +53,19 @@ def beside(method: Method) -> Method:
     return mutated
 
 
-def marks(mark: Callable[[], Callable[[], torch.Event]], method: Method) -> Method:
-    """The same method with other marks.  mark: called before it; gives what marks then."""
+def marks_where_it_computes(method: Method) -> Method:
+    """The same method, with its marks on the stream of its caller."""
 
     def mutated(*args: Any, **how: Any) -> Any:
-        with patch.object(DeviceClock, "mark", staticmethod(mark())):
+        stream = torch.accelerator.current_stream()
+
+        def mark() -> torch.Event:
+            event = torch.Event(enable_timing=True)
+            event.record(stream)
+            return event
+
+        with patch.object(DeviceClock, "mark", staticmethod(mark)):
             return method(*args, **how)
-
-    return mutated
-
-
-def before_all() -> Callable[[], torch.Event]:
-    """Whatever is marked, it is the first mark."""
-    made: list[torch.Event] = []
-    real = DeviceClock.mark
-
-    def first() -> torch.Event:
-        if not made:
-            made.append(real())
-        return made[0]
-
-    return first
-
-
-def where_it_computes() -> Callable[[], torch.Event]:
-    stream = torch.accelerator.current_stream()
-
-    def mark() -> torch.Event:
-        event = torch.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    return mark
-
-
-def leaves_at_once(method: Method) -> Method:
-    def mutated(self: PinnedTier, action: str, residuals: Any) -> PinnedCopy:
-        copy: PinnedCopy = method(self, action, residuals)
-        copy.leaving.clear()
-        return copy
 
     return mutated
 
@@ -161,22 +135,12 @@ ONE_RANK = {
         PinnedTier, "copy_back", without_waits, "race: copy_ .* writes"),
     "the computation does not wait for the copy back": Mutation(
         PinnedCopy, "take", without_waits, "race: .* copy_ .* writes"),
-    "another stream waits for the copy back": Mutation(
-        PinnedCopy, "take", beside, "race: .* copy_ .* writes"),
-    "what leaves is freed before it is copied": Mutation(
-        PinnedTier, "offload", leaves_at_once, "early free: .* while copy_"),
     "what leaves is freed without a wait": Mutation(
         PinnedCopy, "leave", without_waits, "early free: .* while copy_"),
-    "another stream waits for the copy away": Mutation(
-        PinnedCopy, "leave", beside, "early free: .* while copy_"),
-    "the copy away is marked before it": Mutation(
-        PinnedTier, "offload", partial(marks, before_all), "early free: .* while copy_"),
     "the copy away is marked where it is not": Mutation(
-        PinnedTier, "offload", partial(marks, where_it_computes), "early free: .* while copy_"),
-    "the copy back is marked before it": Mutation(
-        PinnedTier, "copy_back", partial(marks, before_all), "race: .* copy_ .* writes"),
+        PinnedTier, "offload", marks_where_it_computes, "early free: .* while copy_"),
     "the copy back is marked where it is not": Mutation(
-        PinnedTier, "copy_back", partial(marks, where_it_computes), "race: .* copy_ .* writes"),
+        PinnedTier, "copy_back", marks_where_it_computes, "race: .* copy_ .* writes"),
     "what a copy back fills is freed": Mutation(
         PinnedTier, "copy_back", frees_what_it_fills, "early free: .* while copy_ .* write"),
     "the batch is copied beside the computation": Mutation(
@@ -193,8 +157,6 @@ ONE_RANK = {
 TWO_RANKS = {
     "a message is not waited for": Mutation(
         _Enqueued, "wait", partial(not_waited_for, " from rank"), "race: .* recv .* writes", "chain"),
-    "another stream waits for transfers": Mutation(
-        _Enqueued, "wait", beside, "race: .* recv .* writes", "chain"),
     "a message is sent beside the computation": Mutation(
         Channel, "send", beside, "race: copy_ .* reads", "chain"),
     "receives are posted beside the computation": Mutation(

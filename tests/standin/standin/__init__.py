@@ -76,7 +76,6 @@ def _load() -> ctypes.CDLL:
     lib = ctypes.CDLL(path)
     for name in ("take_failure", "hidden_waits", "launch"):
         getattr(lib, f"standin_{name}").restype = ctypes.c_char_p
-    lib.standin_kernels.restype = ctypes.c_int64
     lib.standin_shadow.restype = ctypes.c_void_p
     lib.standin_shadow.argtypes = [ctypes.c_void_p]
     lib.standin_limit.argtypes = [ctypes.c_int, ctypes.c_int64]
@@ -159,11 +158,6 @@ def _seen(tensor: Tensor) -> Tensor:
 # ---- What tests ask for
 
 
-def kernels() -> int:
-    """Ops that were enqueued so far."""
-    return int(_lib.standin_kernels())
-
-
 def hidden_waits() -> Counter[str]:
     """Ops whose shapes nobody has written down: the stand-in waited for them, a GPU would not."""
     rows = [line.rsplit(" ", 1) for line in _lib.standin_hidden_waits().decode().splitlines()]
@@ -209,16 +203,6 @@ def deaf() -> Iterator[None]:
         yield
     finally:
         _lib.standin_deaf(0)
-
-
-@contextmanager
-def delays(most_us: int) -> Iterator[None]:
-    """Each kernel begins a random time later."""
-    _lib.standin_delay(most_us)
-    try:
-        yield
-    finally:
-        _lib.standin_delay(0)
 
 
 @contextmanager

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <random>
 #include <set>
 #include <thread>
 #include <utility>
@@ -198,8 +197,7 @@ struct Core {
   std::string failure;  // found where nobody could be told: told at the next call
   std::set<size_t> guarded;
   std::map<std::string, int64_t> hidden_waits;
-  std::atomic<int64_t> kernels{0};
-  std::atomic<int> strict{1}, delay_us{0};
+  std::atomic<int> strict{1};
   std::atomic<Tell> tell{nullptr};
 };
 
@@ -460,7 +458,6 @@ bool Mark::reached() {
 }
 
 void Stream::run() {
-  std::mt19937 dice(index);
   for (;;) {
     std::function<void()> work;
     {
@@ -471,8 +468,6 @@ void Stream::run() {
       queue_.pop_front();
       busy_ = true;
     }
-    if (int most = core().delay_us)
-      std::this_thread::sleep_for(std::chrono::microseconds(dice() % (most + 1)));
     try {
       work();
     } catch (const std::exception& error) {
@@ -761,7 +756,6 @@ void reset_peak(int index) {
   for (Level* level : {&heap.memory.allocated, &heap.memory.requested, &heap.memory.active}) level->peak = level->current;
 }
 
-void count_kernel() { core().kernels++; }
 void count_hidden_wait(const std::string& op) {
   std::lock_guard lock(core().lock);
   core().hidden_waits[op]++;
@@ -788,11 +782,9 @@ void standin_leave(int most_ms) {
 }
 void standin_deaf(int on) { t_deaf = on; }
 void standin_strict(int on) { core().strict = on; }
-void standin_delay(int most_us) { core().delay_us = most_us; }
 void standin_limit(int index, int64_t bytes) {
   device(index).heap.memory.limit = std::min((size_t)bytes, device(index).heap.arena.size);
 }
-int64_t standin_kernels() { return core().kernels; }
 void* standin_shadow(void* at) { return shadow(at); }
 void standin_fail(const char* text) { fail_later(text); }
 void standin_name(int index, int64_t number, const char* name) { name_stream(stream(index, number), name); }

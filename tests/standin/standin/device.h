@@ -94,7 +94,6 @@ struct Memory {
 Memory memory(int device);
 void reset_peak(int device);
 
-void count_kernel();
 void count_hidden_wait(const std::string& op);
 
 }  // namespace standin

@@ -266,7 +266,6 @@ class Call {
       outputs.emplace_back(i, std::vector<at::Tensor>());
       results->push_back(map_tensors(shapes[i], fresh));
     }
-    count_kernel();
     enqueue(current_stream(device_), name_, accesses_, [compute = kernel(), outputs]() mutable {
       auto computed = compute();
       BelowAutograd below;
@@ -298,8 +297,7 @@ class Call {
         *failed = error.what();
       }
     });
-    if (by_data_) count_kernel();
-    else count_hidden_wait(name_);
+    if (!by_data_) count_hidden_wait(name_);
     synchronize(s, by_data_ ? name_.c_str() : nullptr);
     TORCH_CHECK(failed->empty(), *failed);
     auto fresh = [&](const at::Tensor& t) {
@@ -415,7 +413,6 @@ void copy_here(const at::Tensor& from, const at::Tensor& to) {
   Stream& other = current_stream(to.get_device());
   if (two) wait(s, record(other));  // as CUDA does it: behind all that either device was given before
   Shadows shadows;
-  count_kernel();
   enqueue(s, "copy_", {access(from, false), access(to, true)},
           [a = shadows(from), b = shadows(to)]() mutable {
             BelowAutograd below;
@@ -438,7 +435,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   Shadows shadows;
   auto a = shadows(from), b = shadows(to);  // of pageable memory: the same address, and the host waits
   Stream& s = current_stream(away ? from.get_device() : to.get_device());
-  count_kernel();
   enqueue(s, "copy_", {access(from, false), access(to, true)}, [a, b]() mutable {
     BelowAutograd below;
     b.copy_(a);
