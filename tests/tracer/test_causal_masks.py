@@ -11,7 +11,7 @@ from batches import normal
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.op_graph import ancestors
 
@@ -93,12 +93,8 @@ def test_what_a_mask_is_made_of_may_be_deeper_than_pythons_stack() -> None:
 def test_it_computes_the_same() -> None:
     one = job(LIKE["added"])
     plan = runs.even_plan(one, 1, microbatches=2)
-    with Pipeline(one, plan, options=Options(device="cpu")) as pipeline:
-        loss = pipeline.step(one.batch(1, 4))
-    torch.manual_seed(0)
-    model = one.model()
-    expected = sum(model(part).item() / 2 for part in one.batch(1, 4)["given"].split(2))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    batches = [one.batch(1, 4)]
+    runs.assert_same(runs.pipelined(one, plan, batches), runs.plain(one, batches, 2), tolerance=1e-6)
 
 
 def test_transformers_makes_no_mask_and_joins_nothing_to_keys() -> None:

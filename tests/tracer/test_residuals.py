@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from odd.decisions import JOBS as ODD
 from runs import capture_of, even
 
 from pipeloom import Job
@@ -51,6 +52,13 @@ def ours(job: Job) -> Counter[int]:
 def test_the_same_tensors_are_kept(name: str) -> None:
     job = zoo.job(name)
     assert ours(job) == eager(job, job.batch(0, 2))
+
+
+@pytest.mark.sampled("tied modules")
+@pytest.mark.parametrize("name", sorted(ODD.keys() - {"batch norm"}))
+def test_stages_of_modules_keep_as_many_bytes(name: str) -> None:
+    job = ODD[name]
+    assert sum(ours(job).elements()) == sum(eager(job, job.batch(0, 2)).elements())
 
 
 @pytest.mark.slow
