@@ -1,4 +1,4 @@
-"""Rules refuse what breaks them, and say who, what and what to do. `tests/fuzz/test_schedules.py` has more."""
+"""Rules refuse what breaks them, and say who and what to do; `tests/fuzz/test_schedules.py` has more."""
 
 from __future__ import annotations
 

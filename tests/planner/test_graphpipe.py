@@ -74,7 +74,7 @@ def test_a_tree_may_be_deeper_than_pythons_stack():
     assert branch_orders(tree, np.ones(ops), 1.0, 3)[0].ops == tuple(range(ops))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_never_slower_than_the_exact_chain_or_than_without_branches(seed, unequal):

@@ -18,7 +18,6 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
 from pipeloom.plan_request import PlanRequest
-from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
@@ -205,12 +204,3 @@ def test_sizes_between_two_that_were_captured():
         assert own.extra_saved_bytes == cost.extra_saved_bytes and own.saves == cost.saves
     assert largest_size(range(1, 1000), lambda size: size <= 23) == 23
     assert largest_size([3, 5], lambda size: False) is None
-
-
-def test_explain_and_limits_say_what_the_time_goes_into():
-    plan, costs = planned("dawnpiper", 6, 3, 1.35)
-    rows = plan_table.plan_rows(plan, costs.graph)
-    assert rows[0].layers == "layers.0 .. 2" and rows[-1].layers == "layers.5"
-    assert all(a.last_op != b.first_op for a, b in pairwise(rows))
-    said = " ".join(plan_table.limits(plan))
-    assert "is the slowest" in said and "full to 95% of the cap" in said

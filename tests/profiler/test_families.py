@@ -15,7 +15,7 @@ JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} 
 }
 
 
-@pytest.mark.sampled("gpt2", "convnet")
+@pytest.mark.sampled("gpt", "convnet")
 @pytest.mark.parametrize("name", JOBS)
 def test_the_table_keeps_what_autograd_keeps(name):
     captured = capture_of(JOBS[name])

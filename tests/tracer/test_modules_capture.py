@@ -104,14 +104,6 @@ def test_parameters_belong_to_the_op_that_reads_them() -> None:
     assert stages.tied == {"shared.weight": (0, 1), "shared.bias": (0, 1)}
 
 
-def test_decisions_between_modules_go_along() -> None:
-    graph = capture_of(JOBS["branch between blocks"]).graph
-    assert not graph.value["path:first"].needs_grad
-    positive = graph.op["positive"]
-    assert {"positive.norm.weight", "negative.norm.weight"} <= set(positive.params)  # not called: goes along
-    assert positive.target == "modules:positive,negative"
-
-
 def test_buffers_and_random_modules_are_marked() -> None:
     graph = capture_of(JOBS["batch norm"]).graph
     updates = {op.name: op.updates for op in graph.ops if op.updates}

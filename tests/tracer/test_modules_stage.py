@@ -69,6 +69,7 @@ def test_residuals_are_freed_by_the_backward() -> None:
         gc.enable()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_nothing_given_is_changed_and_nothing_made_is_shared(name: str) -> None:
     made = JOBS[name]
