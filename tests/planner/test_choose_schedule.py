@@ -7,6 +7,7 @@ from functools import cache, partial
 from itertools import combinations
 
 import pytest
+from joint_cases import with_memory
 from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
@@ -38,19 +39,10 @@ def plans(seed: int, share: float | None, **host: float):
     def plan(
         schedule: str | None, strategy: str, treatments=None, memory: int = 1 << 40, watch=None, **how
     ) -> Plan:
-        devices = tuple(replace(device, memory_bytes=memory) for device in model.cluster.devices[:RANKS])
-        return make_plan(
-            model.graph,
-            model.profile,
-            replace(model.cluster, devices=devices),
-            PlanOptions(treatments=treatments, **how),
-            ranks=RANKS,
-            schedule=schedule,
-            microbatches=MICROBATCHES,
-            planner=strategy,
-            explained=False,
-            watch=watch,
-        )
+        cluster = with_memory(replace(model.cluster, devices=model.cluster.devices[:RANKS]), memory)
+        asked = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": schedule, "planner": strategy}
+        options = PlanOptions(treatments=treatments, **asked, **how)
+        return make_plan(model.graph, model.profile, cluster, options, explained=False, watch=watch)
 
     if share is None:
         return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -31,14 +31,6 @@ def test_without_containers_calls_of_modules_and_without_modules_ops():
     assert calls(ops_of("a", "a", "b", "a")) == [Piece(0, 2, "a"), Piece(2, 3, "b"), Piece(3, 4, "a")]
     assert layers(ops_of("a", "a", "b")) == [Piece(0, 2, "a"), Piece(2, 3, "b")]
     assert layers(ops_of("", "")) == [Piece(0, 1), Piece(1, 2)]
-
-
-def test_every_op_is_in_one_piece():
-    ops = ops_of("0.a", "1.a", "0.b", "1.b", "2.a", "", "0.c", "tail")
-    pieces = layers(ops)
-    assert [p.start for p in pieces][1:] == [p.end for p in pieces][:-1]
-    assert (pieces[0].start, pieces[-1].end) == (0, len(ops))
-    assert all(len(list(same)) == 1 for _, same in groupby(p.layer for p in pieces))
 
 
 def test_borders_are_where_cuts_may_be():

@@ -30,12 +30,9 @@ def loads(*bytes_per_stage: int, devices: tuple[Device, ...]) -> list[tuple[floa
     return [(row.offload_ratio, row.link_use, row.offloadable_stages) for row in rows]
 
 
-def test_a_link_of_its_own_is_used_half_of_k() -> None:
-    assert loads(30, 30, devices=(ALONE,) * 2) == [(2.0, 1.0, 1)] * 2
-
-
-def test_two_that_share_an_uplink_use_it_for_all_of_k() -> None:
+def test_a_link_of_its_own_is_used_half_of_k_and_one_shared_by_two_all_of_it() -> None:
     """3 s and 4 s of copies beside 6 s of work: one stage of each rank may leave."""
+    assert loads(30, 30, devices=(ALONE,) * 2) == [(2.0, 1.0, 1)] * 2
     found = loads(15, 15, 20, 20, devices=(replace(ALONE, switch="s"),) * 2)
     assert found == [(1.0, 1.0, 1)] * 2 + [pytest.approx((4 / 3, 4 / 3, 1))] * 2
 

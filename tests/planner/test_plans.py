@@ -14,11 +14,10 @@ from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
 from pipeloom.plan_request import PlanRequest
-from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
@@ -74,32 +73,20 @@ def test_a_plan_is_told_to_hold_what_it_was_made_with(shared: bool) -> None:
     assert [stage.memory for stage in figures] == [stage.memory for stage in plan.stages]
 
 
-@pytest.mark.parametrize("name", PLANNERS_OF_ONE)
-def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
-    plan, costs = planned(name, 6, 3, 8.0)
-    assert [name for stage in plan.stages for name in stage.ops] == [op.name for op in costs.graph.ops]
-    assert all(stage.turn_s > 0 for stage in plan.stages)
-    assert max(peaks(plan, costs)) <= 8 * GiB
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FREEING)
-@pytest.mark.parametrize(
-    ("stages", "cap"),
-    [(2, 1.95), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1.6), (4, 1.3)))],
-)
-def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap, tmp_path):
+@pytest.mark.parametrize(("stages", "cap"), [(2, 1.95), (3, 1.6), (4, 1.3)])
+def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
     options = {"treatments": ("recompute", "offload")} if name == "exact" else {}
     plan, costs = planned(name, 6, stages, cap, **options)
     assert max(peaks(plan, costs)) <= cap * GiB
     assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages) > 0
     assert {t for stage in plan.memory.stages for t in stage.values()} <= {"keep", "recompute", "offload"}
-    plan.save(tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json") == plan
     with pytest.raises(InfeasibleError):
         planned("exact", 6, stages, cap)  # with every residual kept nothing fits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("stages", "cap"), [(2, 1.7), (3, 1.4), (4, 1.3)])
 def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stages, cap):
     graph, profile, cluster = case(5, stages, cap)
@@ -217,12 +204,3 @@ def test_sizes_between_two_that_were_captured():
         assert own.extra_saved_bytes == cost.extra_saved_bytes and own.saves == cost.saves
     assert largest_size(range(1, 1000), lambda size: size <= 23) == 23
     assert largest_size([3, 5], lambda size: False) is None
-
-
-def test_explain_and_limits_say_what_the_time_goes_into():
-    plan, costs = planned("dawnpiper", 6, 3, 1.35)
-    rows = plan_table.plan_rows(plan, costs.graph)
-    assert rows[0].layers == "layers.0 .. 2" and rows[-1].layers == "layers.5"
-    assert all(a.last_op != b.first_op for a, b in pairwise(rows))
-    said = " ".join(plan_table.limits(plan))
-    assert "is the slowest" in said and "full to 95% of the cap" in said

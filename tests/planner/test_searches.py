@@ -26,21 +26,14 @@ def tight_chains(stages: int, mixed: bool, count: int):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_probe_is_exact_without_transfer_cost(stages, mixed):
-    for chain in tight_chains(stages, mixed, 12):
-        best, found = chains.oracle(chain), parametric_search(chain.problem())
-        assert best.cuts and found.seconds == pytest.approx(best.seconds)
-        keeps_to_its_word(chain.problem(), found)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 7, 8, 12])
-def test_dawnpiper_finds_the_best_cut_where_times_grow_with_the_interval(stages, mixed):
+def test_both_find_the_best_cut_where_times_grow_with_the_interval(stages, mixed):
     for chain in tight_chains(stages, mixed, 6):
-        best, found = chains.oracle(chain), binary_partition(chain.problem())
-        assert found.seconds == pytest.approx(best.seconds)
-        keeps_to_its_word(chain.problem(), found)
+        best = chains.oracle(chain)
+        for search in (parametric_search, binary_partition):
+            found = search(chain.problem())
+            assert best.cuts and found.seconds == pytest.approx(best.seconds)
+            keeps_to_its_word(chain.problem(), found)
 
 
 def keeps_to_its_word(problem: Problem, found) -> None:

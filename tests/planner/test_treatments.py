@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from random_stages import chain_model, random_model
+from random_stages import random_model
 
 from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.cluster import Cluster, Link
@@ -20,7 +20,7 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
+from pipeloom.planner.stage_cost.peak_memory import moments
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage, host_copies, offload_all
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.schedules import registry
@@ -123,17 +123,6 @@ def test_swaps_are_taken_only_while_hidden_and_then_what_is_worth_most(link, all
     found = treat(cap=0.85 * free.peak_bytes, **({"treatments": allowed} if allowed else {}))
     assert found.fits and set(found.treatments.values()) == {expected}
     assert (found.seconds == free.seconds) == (expected == "offload")
-
-
-def test_one_micro_batch_in_flight():
-    """What is dropped is made again as late as can be, so that not all of a micro-batch is there at once."""
-    model = chain_model(16)
-    treat = partial(treat_interval, model, 0, 16, 0, in_flight=1)
-    free = treat(cap=inf)
-    tight = treat(cap=0.6 * free.peak_bytes)
-    assert tight.fits and tight.peak_bytes <= 0.6 * free.peak_bytes
-    restored = estimate_stage(model, two_stages(model, 16), 0, tight.treatments).treated
-    assert peak_bytes(restored.footprint, model.options, 1, restored.ahead) >= free.peak_bytes
 
 
 @pytest.mark.parametrize("fixed", [{"random": True}, {"random": False, "buffers": ("b",), "updates": ("b",)}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import sys
@@ -26,7 +25,7 @@ from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.evaluation import capture_evaluation, cut_alike
 from pipeloom.tracer.guards import attributes_kept
-from pipeloom.tracer.job_calls import evaluation_mode
+from pipeloom.tracer.job_calls import evaluation_mode, scalar_loss
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
 
@@ -35,58 +34,44 @@ def graph_of(name: str) -> OpGraph:
     return capture_of(zoo.job(name)).graph
 
 
-@pytest.mark.sampled("gpt", "tied_thrice")
-@pytest.mark.parametrize("name", zoo.NAMES)
-def test_text_and_back(name: str) -> None:
-    graph = graph_of(name)
-    assert from_json(to_json(graph), OpGraph, what="text") == graph
-
-
 @pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_wiring_is_whole(name: str) -> None:
-    """Ops are in an order in which they can run, and everything they name exists."""
+    """Ops are in an order in which they can run, and everything they name exists. What is cheap has no
+    history of gradients, parameters or chance."""
     graph = graph_of(name)
+    assert from_json(to_json(graph), OpGraph, what="text") == graph and not graph.fallback
+    updated = {b for op in graph.ops for b in op.updates}
     known = {value.name for value in graph.inputs}
     for op in graph.ops:
         assert known.issuperset(op.inputs), op.name
         assert {p.name for p in graph.parameters}.issuperset(op.params)
         assert {b.name for b in graph.buffers}.issuperset({*op.buffers, *op.updates})
         known |= {value.name for value in op.outputs}
+        if op.cheap:
+            assert not op.params and not op.random and not updated.intersection(op.buffers)
+            assert not any(value.needs_grad for value in op.outputs)
+            assert all(graph.op[graph.producer[n]].cheap for n in op.inputs if n in graph.producer)
     assert graph.loss in known and graph.value[graph.loss].shape == ()
     assert len(known) == len(graph.inputs) + sum(len(op.outputs) for op in graph.ops)
 
 
 @pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_names_are_those_of_the_module(name: str) -> None:
-    job, graph = zoo.job(name), graph_of(name)
-    torch.manual_seed(0)
-    model = job.model()
-    own = dict(model.named_parameters())
-    assert [p.name for p in graph.parameters] == list(own)
-    assert all(p.shape == tuple(own[p.name].shape) for p in graph.parameters)
-    every = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert every == {n for p in graph.parameters for n in (p.name, *p.aliases)}
-    saved = set(model.state_dict())
-    assert {b.name for b in graph.buffers if b.persistent} == saved - every
-    modules = {n for n, _ in model.named_modules()}
-    assert {op.module for op in graph.ops} <= modules | {""}
-
-
-@pytest.mark.sampled(*QUICK)
-@pytest.mark.parametrize("name", zoo.NAMES)
-def test_trainable_is_what_gets_a_gradient(name: str) -> None:
-    job, graph = zoo.job(name), graph_of(name)
-    model = job.model()
-    outputs = model(**job.batch(0, 2))
-    loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
-    loss.backward()
-    reached = {n for n, p in model.named_parameters() if p.grad is not None}
+def test_names_and_gradients_are_those_of_the_module(name: str) -> None:
+    graph, model = graph_of(name), zoo.job(name).model()
+    own, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    assert [(p.name, p.shape) for p in graph.parameters] == [(n, tuple(p.shape)) for n, p in own.items()]
+    named = {n: own[p.name] for p in graph.parameters for n in (p.name, *p.aliases)}
+    assert named.keys() == every.keys() and all(named[n] is p for n, p in every.items())
+    assert {b.name for b in graph.buffers if b.persistent} == model.state_dict().keys() - every.keys()
+    assert {op.module for op in graph.ops} <= {n for n, _ in model.named_modules()} | {""}
+    scalar_loss(zoo.job(name), model(**zoo.job(name).batch(0, 2)), {}).backward()
+    reached = {n for n, p in own.items() if p.grad is not None}
     assert {p.name for p in graph.parameters if p.trainable} == reached
 
 
-@pytest.mark.sampled("gpt", "tied_thrice")
+@pytest.mark.sampled("gpt")
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
     job = zoo.job(name)
@@ -94,12 +79,6 @@ def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
     if name in ("gpt", "gpt2", "bert", "llama", "mixtral"):
         longer = zoo.token_batch(0, 2, length=zoo.LENGTH + 4)
         assert capture(job, 2, batch=longer).graph.fingerprint == graph_of(name).fingerprint
-
-
-def test_the_fingerprint_sees_another_model() -> None:
-    prints = {graph_of(name).fingerprint for name in QUICK}
-    wider = capture(Job(model=lambda: zoo.GPT(width=32), batch=zoo.token_batch), 2).graph.fingerprint
-    assert len(prints | {wider}) == len(QUICK) + 1
 
 
 IN_ANOTHER_PROCESS = """
@@ -114,16 +93,8 @@ for name in sys.argv[1:]:
 @pytest.mark.slow
 def test_every_process_captures_the_same_text() -> None:
     expected = [to_json(graph_of(name), indent=0) for name in zoo.NAMES]
-    for seed in ("1", "77"):
-        said = output("-c", IN_ANOTHER_PROCESS, *zoo.NAMES, env={"PYTHONHASHSEED": seed})
-        assert said.splitlines()[-len(zoo.NAMES) :] == expected
-
-
-def test_a_tied_parameter_appears_once_with_its_other_names() -> None:
-    tied = {p.name: p.aliases for p in graph_of("tied_thrice").parameters if p.aliases}
-    assert tied == {"a.weight": ("b.weight", "c.weight")}
-    head = {p.name: p.aliases for p in graph_of("gpt").parameters if p.aliases}
-    assert head == {"tokens.weight": ("head.weight",)}
+    said = output("-c", IN_ANOTHER_PROCESS, *zoo.NAMES, env={"PYTHONHASHSEED": "77"})
+    assert said.splitlines()[-len(zoo.NAMES) :] == expected
 
 
 @pytest.mark.slow
@@ -140,43 +111,10 @@ def test_masks_and_rotary_tables_never_cross(name: str, stages: int) -> None:
         assert idle == []
 
 
-def test_cheap_ops_have_no_history_of_gradients_parameters_or_chance() -> None:
-    for name in ("gpt", "no_grad_branch", "counting"):
-        graph = graph_of(name)
-        updated = {b for op in graph.ops for b in op.updates}
-        for op in graph.ops:
-            if op.cheap:
-                assert not op.params and not op.random and not updated.intersection(op.buffers)
-                assert not any(value.needs_grad for value in op.outputs)
-                assert all(graph.op[graph.producer[n]].cheap for n in op.inputs if n in graph.producer)
-
-
 def test_random_ops_are_marked() -> None:
     with_dropout = capture(zoo.with_dropout("gpt"), 2).graph
     assert sum(op.random for op in with_dropout.ops) == 6  # attention and MLP of three blocks
     assert not any(op.random for op in graph_of("gpt").ops)
-
-
-def test_updates_name_the_buffers_they_make() -> None:
-    updates = [name for op in graph_of("counting").ops for name in op.updates]
-    of_norm = [f"norm.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
-    assert sorted(updates) == ["average", *of_norm, "seen"]
-
-
-def test_attributes_tell_equal_calls_apart() -> None:
-    ops = [op for op in graph_of("convnet").ops if op.target == "aten.conv2d.default"]
-    assert len({op.attributes for op in ops}) == 1 and len(ops) == 5
-    assert len(json.dumps([op.attributes for op in ops])) < 1000
-
-
-class _Returns(nn.Module):
-    def __init__(self, what: object) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.what = what
-
-    def forward(self, x: Tensor, y: Tensor) -> object:
-        return self.what(self.layer(x)) if callable(self.what) else self.what
 
 
 def untensored(seed: int, size: int) -> dict[str, object]:
@@ -186,13 +124,11 @@ def untensored(seed: int, size: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (lambda: _Returns(lambda h: {"loss": h}), zoo.vector_batch, r"got shape \(2, 8\)"),
-        (lambda: _Returns(lambda h: {"loss": 3.0}), zoo.vector_batch, "got a float"),
-        (zoo.GPT, untensored, "batch entry 'input_ids' is a list, not a tensor"),
+        (zoo.GPT, untensored, "'input_ids' is a list"),
         (lambda: zoo.Skips().requires_grad_(False), zoo.vector_batch, "no parameter .* gradient"),
     ],
 )
-def test_a_loss_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
+def test_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Job(model=model, batch=batch), 2)
 
@@ -281,6 +217,10 @@ class Merges(Stack):
         return super().run(h if self.merged else h + h @ self.adapter)
 
 
+class MergesBetween(Merges):
+    block = Deciding
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "word"),
@@ -292,10 +232,6 @@ def test_what_evaluation_alone_hands_on_is_refused(model: type[nn.Module], word:
     with pytest.raises(CaptureError, match=word):
         capture_evaluation(evaluated, captured, evaluated.batch(0, 2))
     assert captured.blueprint.model.training
-
-
-class MergesBetween(Merges):
-    block = Deciding
 
 
 def test_weights_that_change_with_the_mode_are_refused_between_modules() -> None:

@@ -66,7 +66,7 @@ def refuse_to_export(*_: object, **__: object) -> None:
     raise AssertionError("a rank exported")
 
 
-@pytest.mark.sampled("convnet")
+@pytest.mark.sampled("attributes")
 @pytest.mark.parametrize("name", JOBS)
 def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]
@@ -86,26 +86,11 @@ def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pyte
     assert threads(2, lambda *rank: numbers(*rank, takes_over=True)) == expected
 
 
-def test_the_graph_is_the_same() -> None:
-    job = JOBS["attributes"]
-    captured = capture(job, 2)
-    data = hand_over(captured)
-    assert data is not None
-    found = take_over(data, job)
-    assert found.graph == captured.graph
-    ours, theirs = (list(each.module.graph.nodes) for each in (captured, found))
-    assert [str(node.format_node()) for node in ours] == [str(node.format_node()) for node in theirs]
-    assert set(found.constants) == set(captured.constants)
-    made = ["a.weight", "slope"]
-    first, second = (each.blueprint.materialise(3, made) for each in (captured, found))
-    assert all(torch.equal(first[name], second[name]) for name in made)
-
-
 @pytest.mark.own_captures
 def test_what_a_rank_takes_over_early_is_neither_taken_over_nor_traced_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = JOBS["convnet"]
+    job = JOBS["attributes"]
     plan = even_plan(job, 2, microbatches=2)
     given = RankProcesses().hand_over(Config(), job, plan, evaluates=True)
     assert given is not None and given.evaluation is not None

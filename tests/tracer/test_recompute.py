@@ -13,14 +13,13 @@ import transformers
 import zoo
 from deep import ACTIVATION, DEPTH, GELU, ROWS, TANH, checkpoints
 from memory import Allocated, allocations
-from runs import Sums, capture_of, even, plan_for
+from runs import Sums, capture_of, even
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import StageGraph, cut
-from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.random import call_seeded, seeded
 from pipeloom.tracer.stage.functions import DiscardSink, StageFunctions, Tensors, activation_bytes
@@ -103,18 +102,6 @@ class Dropped(nn.Module):
         return (self.c(torch.tanh(self.b(h))) - y).square().mean()
 
 
-def test_random_numbers_are_never_drawn_again() -> None:
-    job = Job(model=Dropped, batch=zoo.vector_batch)
-    found = facts(job)
-    random_ones = {n for n, r in found.items() if "draws random numbers" in r.obstacle}
-    assert random_ones and all(n.startswith("native_dropout") for n in random_ones)
-    rest: Policy = {n: "recompute" for n in found.keys() - random_ones}
-    (loss, gradients, _, _), (same, sums, _, _) = one_stage(job, {}), one_stage(job, rest)
-    assert torch.equal(same, loss) and all(torch.equal(sums[n], g) for n, g in gradients.items())
-    with pytest.raises(PlanError, match="native_dropout"):
-        one_stage(job, {next(iter(random_ones)): "recompute"})
-
-
 class Seen(nn.Module):
     """Normalises by a mean of what it has seen, which every forward updates."""
 
@@ -129,17 +116,20 @@ class Seen(nn.Module):
         return (self.b(h) - y).square().mean()
 
 
-def test_what_an_updated_buffer_was_read_for_is_kept() -> None:
-    job = Job(model=Seen, batch=zoo.vector_batch)
+@pytest.mark.parametrize(
+    ("model", "word", "name"),
+    [(Dropped, "draws random numbers", "native_dropout"), (Seen, "reads buffer seen, which", "tanh")],
+)
+def test_what_cannot_be_made_again_is_kept(model: type[nn.Module], word: str, name: str) -> None:
+    job = Job(model=model, batch=zoo.vector_batch)
     found = facts(job)
-    assert "reads buffer seen, which the forward updates" in found["tanh"].obstacle
-    with pytest.raises(PlanError, match="reads buffer"):
-        one_stage(job, {"tanh": "recompute"})
-
-
-def test_a_name_that_the_stage_lacks_is_refused() -> None:
-    with pytest.raises(PlanError, match="nonsense of stage 0"):
-        one_stage(zoo.job("gpt"), {"nonsense": "offload"})
+    kept = [n for n, r in found.items() if word in r.obstacle]
+    assert kept and all(n.startswith(name) for n in kept)
+    rest: Policy = {n: "recompute" for n, r in found.items() if not r.obstacle}
+    (loss, gradients, _, _), (same, sums, _, _) = one_stage(job, {}), one_stage(job, rest)
+    assert torch.equal(same, loss) and all(torch.equal(sums[n], g) for n, g in gradients.items())
+    with pytest.raises(PlanError, match=name):
+        one_stage(job, {kept[0]: "recompute"})
 
 
 def test_a_chain_ends_at_what_the_stage_receives_and_then_keeps_it() -> None:
@@ -165,20 +155,6 @@ def test_compiled_stages_recompute_too(ahead: bool) -> None:
 
 
 # Random numbers of a pipeline are none of the user's.
-
-
-@pytest.mark.slow
-def test_a_step_leaves_the_users_generator_alone() -> None:
-    job = zoo.with_dropout("gpt")
-    captured = capture(job, 2)
-    plan = plan_for(captured, even(captured.graph, 1), microbatches=2)
-    batch = job.batch(0, 4)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with Pipeline(job, plan, options=Options()) as pipeline:
-        pipeline.step(batch)
-        pipeline.evaluate(batch)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_failing_draw_does_not_keep_the_turn() -> None:
@@ -246,32 +222,13 @@ def test_a_deep_chain_peaks_at_its_checkpoints_and_one_segment() -> None:
     assert kept_bytes(ahead) + ahead.peak_bytes["backward"] == (DEPTH + gradients) * ACTIVATION
 
 
-class Blocks(nn.Module):
-    """Eight blocks of GPT-2, 64 wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = transformers.GPT2Config(
-            vocab_size=zoo.VOCABULARY,
-            n_positions=64,
-            n_embd=64,
-            n_layer=8,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
-        self.model = transformers.GPT2LMHeadModel(config)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
-
-
 @pytest.mark.slow
 def test_a_transformer_peaks_at_a_quarter() -> None:
     """What flows past the blocks is kept, every second sum of it, and nothing else that can be made again."""
-    job = Job(model=Blocks, batch=partial(zoo.token_batch, length=64))
+    config = zoo.gpt2().config
+    config.update({"n_embd": 64, "n_layer": 8})
+    model = partial(transformers.GPT2LMHeadModel, config)
+    job = Job(model=model, batch=partial(zoo.token_batch, length=64))
     captured = capture_of(job, 4)
     stages = cut(captured.graph, even(captured.graph, 1))
     residuals = stage_residuals(captured, stages, 0)

@@ -8,7 +8,6 @@ buffer stayed until the backward. And products copied operands that do not lie i
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
 from pipeloom.runtime.channel import Channel
-from pipeloom.tracer.evaluation import capture_evaluation, cut_alike
 
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)
@@ -85,15 +83,6 @@ def test_plans_that_recompute_keep_their_cap(made: Job) -> None:
     tight = next(plan for plan in plans if any(stage.recomputed_bytes for stage in plan.stages))
     batches = [made.batch(seed, rows * count) for seed in range(2)]
     assert_same(pipelined(made, tight, batches), plain(made, batches, count), tolerance=1e-6)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("made", PRODUCTS, ids=lambda made: made.name)
-def test_evaluation_is_cut_where_training_was(made: Job) -> None:
-    trained = capture_of(made, ROWS)
-    evaluated = capture_evaluation(made, trained, made.batch(0, ROWS))
-    for cuts in combinations(range(1, len(places(trained))), 2):
-        cut_alike(evaluated.graph, trained.graph, cut(trained.graph, split_at(trained, *cuts)))
 
 
 def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient() -> None:
