@@ -123,7 +123,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     [
         (["train", "--set", "modle.width=3"], 2, "model.width?"),
         (["train", "--data", "nowhere"], 2, "nowhere"),
-        (["train", "--job", "mine.py:jbo"], 2, "did you mean job?"),
+        (["train", "mine.py:jbo"], 2, "did you mean job?"),
         (["train", "--resume"], 2, "runs/gpt-<n>"),
         (["train", "--resume", "--out", "."], 2, ". holds no run"),
         (["train", "--out", "cluster.toml/a"], 2, "Not a directory"),

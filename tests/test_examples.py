@@ -80,7 +80,7 @@ def test_the_own_model_is_verified() -> None:
 @pytest.mark.slow
 def test_the_own_model_learns(tmp_path: Path) -> None:
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
-    words = ["--job", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3"]
+    words = [f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3"]
     words += [word for setting in settings for word in ("--set", setting)]
     told = output(*TRAIN[1:], *words, cwd=tmp_path)
     page = (tmp_path / "runs" / "spiral-1" / "report.html").read_text()

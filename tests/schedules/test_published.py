@@ -135,6 +135,15 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
     assert idle(made, s, span=True) <= span + ROUNDED / 10
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
+@pytest.mark.parametrize("name", ["zb_v", "zb_1p", "zb_2p", "gis"])
+def test_never_worse_than_1f1b_with_its_memory(name: str, times: tuple[float, float, float]) -> None:
+    p, m = 4, 16
+    s = shape(name, p, m, times=times)
+    assert made_for(name, s).step_s <= (m + p - 1) * sum(times) * s.chunks
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """A loss that fails, and batches that a forward or a loss does not take, are what is told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import runs
 import torch
 from torch import Tensor, nn
 
 from pipeloom import Job, Pipeline, PipeloomError, capture
 from pipeloom.ir.errors import CaptureError, ConfigError
+from pipeloom.profiler.measure_ops import measure
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 3)
 
@@ -41,7 +43,8 @@ def pipeline(example: Any, loss: Any = None) -> object:
         ),
         (lambda: captured(lambda o: o.mean(), noisy=X), CaptureError, "it gets", "noisy"),
         (lambda: captured(noisy=X, clean=Y), CaptureError, r"takes no 'clean' \(.*:\d+\)", "Job.loss"),
-        (lambda: captured(lambda o, b: o, nosy=X), CaptureError, "of : missing .*'noisy'", "name"),
+        (lambda: captured(lambda o, b: o, nosy=X), CaptureError, "of 'nosy': missing .*'noisy'", "noisy"),
+        (lambda: captured(lambda o, b: o, noisy=X[:3]), CaptureError, "4 rows .* noisy of 3", "dimension"),
         (lambda: captured(noisy=X), CaptureError, "^the output of model has no .loss\n", "Job.loss"),
         (lambda: captured(lambda o, b: o, noisy=X), CaptureError, "got shape", "mean"),
         (lambda: captured(lambda o, b: None, noisy=X), CaptureError, "got None", "one number"),
@@ -98,3 +101,27 @@ def test_an_embedding_whose_max_norm_cannot_be_kept_is_named() -> None:
     with pytest.raises(CaptureError, match="max_norm=1 of Embedding words") as caught:
         capture(Job(model=Embeds, batch=lambda seed, rows: batch), 4)
     assert "max_norm" in str(caught.value.hint)
+
+
+def scores(output: Tensor, batch: Any) -> Tensor:
+    return output.mean()
+
+
+def numbered(seed: int, rows: int) -> dict[str, Tensor]:
+    return {"input": torch.full((rows, 2), 9 if seed else 1)}
+
+
+def test_a_number_that_an_op_does_not_take_is_told() -> None:
+    """In the first step, which goes op by op, in later ones, and where ops are timed."""
+    job = Job(model=lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), batch=numbered, loss=scores)
+    plan = runs.even_plan(job, 2, microbatches=2)
+
+    def train(seeds: Sequence[int]) -> list[Any]:
+        return runs.each_rank(job, plan, lambda rank: [rank.step(numbered(seed, 4)) for seed in seeds])
+
+    for seeds, word in (((1,), "embedding"), ((0, 1), "IndexError")):
+        with pytest.raises(PipeloomError, match=f"forward of stage 0 fails.*{word}"):
+            train(seeds)
+    double = Job(model=lambda: nn.Linear(3, 3), batch=lambda s, n: {"input": X[:n].double()}, loss=scores)
+    with pytest.raises(CaptureError, match="Double"):
+        measure(capture(double, 2))

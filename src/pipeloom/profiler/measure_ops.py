@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, fx
 
+from ..ir.errors import CaptureError
 from ..ir.graph import Op, OpGraph, storages
 from ..ir.profile import OpCost, Profile
 from ..tracer.captured import Captured
@@ -44,6 +45,8 @@ def measure(
     budget_s: time to spend in all; ops too slow for three runs of their share get them all the same, those
     of more than `SLOW_S` one.
     clock: see `Timer`.
+
+    Raises: CaptureError if an op fails.
     """
     where = torch.device(device)
     arguments = OpArguments(captured, where, batch or {})
@@ -57,8 +60,12 @@ def measure(
         try:
             return measure_op(node, tensors, roles, timer=timer, overhead_s=overhead_s, budget_s=share_s)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
-            raise
+            where = f"{op.target} in {op.module or 'the forward'} of {captured.graph.name}"
+            raise CaptureError(
+                f"{where} fails on a batch: {type(error).__name__}: {error}",
+                hint="dtypes and the range of integers are seen only now: call the model with "
+                "Job.batch(0, 1) in plain PyTorch",
+            ) from error
 
     with torch_threads(1):
         overhead_s = autograd_overhead_s(timer)

@@ -65,6 +65,8 @@ def capture(
     blueprint = like.blueprint if like is not None else make_blueprint(job.model, fake)
     example = batch if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
+    if batch is None:
+        _check_rows(example, microbatch_size)
     _check_state(blueprint.model, job)
     refuse_parameter_hooks(blueprint.hooks, job.name)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
@@ -191,3 +193,14 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
                 f"batch entry {key!r} is {of_type(value)}, not a tensor",
                 hint="let Job.batch return tensors only; bind other arguments in Job.model",
             )
+
+
+def _check_rows(batch: Mapping[str, Tensor], rows: int) -> None:
+    """What is no tensor's number of rows has not been asked of the job."""
+    made = {name: len(tensor) for name, tensor in batch.items() if tensor.ndim}
+    if made and rows not in made.values():
+        told = ", ".join(f"{name} of {count}" for name, count in made.items())
+        raise CaptureError(
+            f"Job.batch was asked for {rows} rows and made {told}",
+            hint="let it return tensors whose first dimension is its second argument",
+        )

@@ -176,7 +176,11 @@ def run_measured(
         elif node.op != "placeholder":
             target = _IN_GRAD_MODE.get(node.target, node.target)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = target(*args, **kwargs)
+            try:
+                values[node] = target(*args, **kwargs)
+            except (IndexError, RuntimeError) as error:
+                error.add_note(f" at {node.target}")
+                raise
         return values[node]
 
     peak = _sweep(graph, owned, run, values.pop)

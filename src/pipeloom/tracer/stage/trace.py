@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir.errors import PlanError
+from ...ir.errors import PipeloomError, PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
@@ -122,7 +122,18 @@ class GraphFunctions(StageFunctions):
             for slot in function.part.inputs
         ]
         tensors.clear()
-        results = dict(zip(function.part.outputs, function(box), strict=True))
+        try:
+            made = function(box)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:  # what a kernel raises for numbers that it does not take
+            where = "".join(getattr(error, "__notes__", ()))
+            raise PipeloomError(
+                f"the {name} of stage {self.index} fails{where}: {type(error).__name__}: {error}",
+                hint="call the model with this batch in plain PyTorch, which names the line: an index may be "
+                "out of range, or a dtype another than a weight's",
+            ) from error
+        results = dict(zip(function.part.outputs, made, strict=True))
         if sink is not None:  # compiled parts return what eager ones add on the way
             for weight, grad in _of_kind(results, "weight_grad").items():
                 sink.add(weight, grad)
