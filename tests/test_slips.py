@@ -78,7 +78,7 @@ def slip_in_job(**how: object) -> Pipeline:
         (batch_without_tensors, BatchError, "no tensors"),
         (
             lambda: plan_of(replace(two_linears(), batch=lambda *_: two_linears().batch(0, 3))),
-            PlanError,
+            CaptureError,
             "batch",
         ),
         (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),

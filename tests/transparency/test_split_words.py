@@ -14,7 +14,7 @@ from optimizers import MuonAndAdamW
 from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
 from torch import nn
 
-from pipeloom import Job, Pipeline, planning
+from pipeloom import Job, Pipeline, PipeloomError, planning
 from pipeloom.integrations.as_one_process import load_optimizer_states, optimizer_states
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
@@ -53,7 +53,7 @@ def test_losses(name: str) -> None:
 def test_what_is_no_word_is_refused_as_with_whole_words(key: str, value: int) -> None:
     job = with_loss("summed")
     bad = {**(good := batch(0, 8)), key: good[key].clone().index_fill_(1, torch.tensor([1]), value)}
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises(PipeloomError, match="IndexError|RuntimeError"):
         pipelined(job, even_plan(job, 3, words=4, **SIZES), [bad])
 
 
