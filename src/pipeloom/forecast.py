@@ -196,9 +196,9 @@ class Rehearsals:
                 )
             )
         self._cluster = cluster
-        if forecast.plan.steady is None:  # else sums run beside the next steps
-            stages, placement = forecast.variant.stages, forecast.program.placement
-            shared = shared_by(stages, placement, channel.rank, weights.shares)
+        stages = forecast.variant.stages
+        if stages.tied and forecast.plan.steady is None:  # else sums run beside the next steps
+            shared = shared_by(stages, forecast.program.placement, channel.rank, weights.shares)
             sums_s = time_sums(weights, shared, channel, clock)
             for part in shared:
                 part_bytes = sum(weights.params[name].nbytes for name in part.names)

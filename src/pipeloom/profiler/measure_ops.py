@@ -59,6 +59,8 @@ def measure(
         roles = [arguments.role(source) for source in tensors]
         try:
             return measure_op(node, tensors, roles, timer=timer, overhead_s=overhead_s, budget_s=share_s)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             where = f"{op.target} in {op.module or 'the forward'} of {captured.graph.name}"
             raise CaptureError(

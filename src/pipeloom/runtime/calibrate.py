@@ -146,6 +146,8 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
 def time_clipping(weights: Weights, channel: Channel, clock: Clock) -> float:
     """Mean seconds that clipping takes: finding the global norm, scaling the gradients, which any norm does
     here. Every rank calls it."""
+    for name in weights.summed.sums:
+        weights.summed.total(name)
 
     def clip() -> None:
         squares = weights.norm_squares(list(weights.summed.sums)).reshape(1)
@@ -171,12 +173,10 @@ def time_sums(weights: Weights, shared: Sequence[Reduction], channel: Channel, c
 def _time_together(act: Callable[[], None], weights: Weights, channel: Channel, clock: Clock) -> float:
     """Mean seconds of what all ranks do with their gradients at once."""
     times_s: list[float] = []
-    longest = torch.zeros(1, device=weights.device)
-    while len(times_s) < (LONG_STEPS if float(longest) > LONG_S * channel.ranks else MEETINGS):
-        for name in weights.summed.sums:
-            weights.summed.total(name)
-        longest.fill_(times_s[0] if times_s else 0.0)
-        channel.all_reduce(longest)  # all begin together, and decide alike
+    first_s = torch.zeros(1, device=weights.device)  # of all ranks together
+    while len(times_s) < (LONG_STEPS if float(first_s) > LONG_S * channel.ranks else MEETINGS):
+        first_s.fill_(times_s[0] if times_s else 0.0)
+        channel.all_reduce(first_s)  # all begin together, and decide alike
         start = clock.mark()
         act()
         times_s.append(clock.seconds(start, clock.mark()))
