@@ -41,13 +41,15 @@ class Kernel(Generic[P, R]):
 
     _compiled_from: ClassVar[int] = COMPILED_FROM
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[P, R], *, inlined: bool = False) -> None:
         self._function: Any = function
+        self._inlined = inlined
         self._elements = 0
         self.__doc__, self.__wrapped__ = function.__doc__, function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.form(_largest(args))(*args, **kwargs)
+        compiled = self._elements >= self._compiled_from
+        return (self.compiled if compiled else self.form(_largest(args)))(*args, **kwargs)
 
     def form(self, elements: int) -> Callable[P, R]:
         """The form to call for so many elements more. A call counts those of its largest argument; who calls
@@ -73,12 +75,13 @@ class Kernel(Generic[P, R]):
     @cached_property
     def _called(self) -> Any:
         """What other kernels call. Python does not: code that unpacks its arguments takes long to compile."""
-        return self._jit(self._linked("_called"), no_cpython_wrapper=True)
+        inline = "always" if self._inlined else "never"
+        return self._jit(self._linked("_called"), no_cpython_wrapper=True, inline=inline)
 
-    def _jit(self, function: Any, **options: bool) -> Any:
+    def _jit(self, function: Any, **options: bool | str) -> Any:
         """Compile on first use. Without `_nrt=False` each call counts references to all arrays in the tuples
         that it passes: then the simulator's event loop takes 14.8 s instead of 0.12 s (256 ranks, 2048
-        micro-batches). That `inline="always"` makes it 8 % faster is not worth its use."""
+        micro-batches)."""
         import numba
 
         njit: Any = numba.njit  # its stub knows neither the names of wrappers nor `_nrt`
@@ -157,3 +160,9 @@ def code_is_kept() -> bool:
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:
     """Make a kernel of a function that writes into the arrays that it is given, and makes none."""
     return Kernel(function)
+
+
+def inlined(function: Callable[P, R]) -> Kernel[P, R]:
+    """Make a kernel whose compiled code stands where others call it: of few lines, in a hot loop, where it
+    takes less time than passing tuples of arrays. What calls it takes longer to compile."""
+    return Kernel(function, inlined=True)

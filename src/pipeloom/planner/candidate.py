@@ -214,11 +214,12 @@ class Candidate:
         estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
         # What does not fit by itself may keep the caps with all other stages.
         turn_s = evaluation.seconds if evaluation.fits else estimate.turn_s
-        inside, ahead = (
-            estimate.plan(self.in_flight[index], ahead=early, turn_s=turn_s) for early in (False, True)
-        )
-        fits = may and bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[index]
-        return _StageChoice(evaluation, estimate, ahead if fits else inside, fits)
+        inside = estimate.plan(self.in_flight[index], turn_s=turn_s)
+        if may and inside.recomputed_bytes:
+            ahead = estimate.plan(self.in_flight[index], ahead=True, turn_s=turn_s)
+            if ahead.memory.total <= self.search.caps[index]:
+                return _StageChoice(evaluation, estimate, ahead, ahead=True)
+        return _StageChoice(evaluation, estimate, inside, ahead=False)
 
     def _simulate(self, stages: Sequence[_StageChoice]) -> _SimulatedStages:
         parts = tuple(stage.plan for stage in stages)

@@ -11,16 +11,17 @@ whose step is known, if one is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from math import comb
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...ir.columns import B_, F_, I_, W_, Columns
+from ...ir.columns import B_, F_, I_, W_, Columns, Longs
 from ...ir.flow import Flow
+from ...ir.kernels import kernel
 from ..candidate import Candidate
 from ..placement import Layout
 from ..search.cut_search import Search
@@ -42,12 +43,12 @@ ACTIONS = 30_000
 ALL_CUTS = 3_000
 """Cuts up to which all are looked at."""
 
+TOGETHER = 64
+"""Cuts of which the actions' ends are kept at once: they stay in a processor's cache."""
+
 WEIGHED, FEW_PLACES = 24, 16
 """Cuts of a pass that are weighed with what is freed to keep their caps: those that are fastest without, and
 all where there are so few places."""
-
-ENTRIES = 4_000_000
-"""Numbers that are kept at once."""
 
 
 Estimate: TypeAlias = "ClosedForm | InOrder"
@@ -82,8 +83,8 @@ class CutTimes:
 
     def of(self, places: Indices) -> Array:
         """Seconds of the parts of stages: (3, cuts, stages)."""
-        stage = np.arange(self.stages)
-        return np.asarray(self.parts[:, stage, places[:, 1:]] - self.parts[:, stage, places[:, :-1]])
+        parts, row = self.parts.reshape(3, -1), np.arange(self.stages) * len(self.points)
+        return np.asarray(parts.take(row + places[:, 1:], axis=1) - parts.take(row + places[:, :-1], axis=1))
 
     def besides(self, known: Candidate) -> Array:
         """Seconds that stages of a candidate take besides their ops: (3, stages)."""
@@ -93,8 +94,8 @@ class CutTimes:
 
     def turns(self, places: Indices) -> Array:
         """Seconds of the parts together: (cuts, stages)."""
-        stage = np.arange(self.stages)
-        return np.asarray(self.whole[stage, places[:, 1:]] - self.whole[stage, places[:, :-1]])
+        row = np.arange(self.stages) * len(self.points)
+        return np.asarray(self.whole.take(row + places[:, 1:]) - self.whole.take(row + places[:, :-1]))
 
     def exposed(self, places: Indices) -> Array:
         """Seconds that a turn takes beyond computing, by the search; inf where a stage does not fit."""
@@ -181,13 +182,18 @@ class CutTimes:
         )
         cuts = np.arange(self.stages + 1)
         # Time goes from one stage to another with all cuts in between: the picture is in `even_ranks.py`.
+        nearest = {
+            side: [
+                nearest_places(middle, middle[places] + side * share * middle[-1] / self.stages)
+                for share in SHARES
+            ]
+            for side in (1, -1)
+        }
         for giver in giving.tolist():
             for side, takers in ((1, taking[taking < giver]), (-1, taking[taking > giver])):
                 first, last = (np.minimum(takers, giver), np.maximum(takers, giver))
                 between = (cuts > first[:, None]) & (cuts <= last[:, None])
-                for share in SHARES:
-                    to = middle[places] + side * share * middle[-1] / self.stages
-                    found.append(np.where(between, nearest_places(middle, to), places))
+                found += [np.where(between, to, places) for to in nearest[side]]
         moved = np.concatenate(found)
         moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
         return np.asarray(moved, dtype=np.int64)
@@ -216,6 +222,21 @@ class ClosedForm:
         return np.asarray(np.where(fits, steps_of(turns, self.cuts.turns_of), np.inf), dtype=np.float64)
 
 
+class Turns(NamedTuple):
+    """Actions that compute, each behind what it waits for.
+
+    kind: F, I, W or B as 0 to 3.  before: the action before it in its row, -1 for none.  need, edge: of other
+    stages, what it waits for and on which edge that comes; those of action a from `need_at[a]` on.
+    """
+
+    kind: Longs
+    stage: Longs
+    before: Longs
+    need_at: Longs
+    need: Longs
+    edge: Longs
+
+
 class InOrder:
     """columns: of an order, maybe of fewer micro-batches.  flow: of the stages, replicas included.
     message_s: of each edge, by (from stage, to stage); None for a chain: those of its cuts.
@@ -232,10 +253,8 @@ class InOrder:
         self.cuts, self.message_s = cuts, message_s
         self.count = int(columns.microbatch.max(initial=0)) + 1
         self.more, self.offset = np.zeros((3, cuts.stages)), 0.0
-        self._actions = list(_in_turn(columns, flow))
-        self.passes = min(PASSES, ACTIONS // max(1, len(self._actions)))
-        followed = {before for _, _, before, _ in self._actions}
-        self._last = [at for at in range(len(self._actions)) if at not in followed]
+        self.turns, self.edges = _in_turn(columns, flow, cuts.stages)
+        self.passes = min(PASSES, ACTIONS // max(1, len(self.turns.kind)))
         if known is not None:
             here, self.more = cuts.places(known.cuts)[None], cuts.besides(known)
             weighed, cuts.weighed = cuts.weighed, False
@@ -243,9 +262,6 @@ class InOrder:
             cuts.weighed = weighed
 
     def steps(self, places: Indices) -> Array:
-        most = max(1, ENTRIES // max(1, len(self._actions)))
-        if len(places) > most:
-            return np.concatenate([self.steps(places[at : at + most]) for at in range(0, len(places), most)])
         parts = self.cuts.of(places)
         if not self.cuts.weighed:
             return self._steps(places, parts + self.more[:, None])
@@ -258,30 +274,22 @@ class InOrder:
         return weigh_best(self.cuts, places, self._steps(places, parts), again)
 
     def _steps(self, places: Indices, parts: Array) -> Array:
-        cuts, stages = self.cuts, self.cuts.stages
-        fits = np.isfinite(parts).all(axis=(0, 2))
-        parts = np.where(np.isfinite(parts), parts, 0.0)
-        seconds = {F_: parts[0], I_: parts[1], W_: parts[2], B_: parts[1] + parts[2]}
-        own = {(k, s): np.ascontiguousarray(row[:, s]) for k, row in seconds.items() for s in range(stages)}
-        # The longest path through the order, for all cuts at once: `end[a]` has the end of action a of each.
-        # Time: actions x cuts, as one numpy call per action, which is why `ENTRIES` limits cuts.
-        late: dict[tuple[int, int], Array | float] = {}
-        end: list[Array] = []
-        zero = np.zeros(len(places))
-        for kind, stage, before, needs in self._actions:
-            start = end[before] if before >= 0 else zero
-            for need, source in needs:
-                edge = (source, stage)
-                if edge not in late:
-                    late[edge] = self._message(edge, places)
-                start = np.maximum(start, end[need] + late[edge])
-            end.append(start + own[kind, stage % stages])
-        last = np.maximum.reduce([end[at] for at in self._last]) if end else zero
-        total = last + self.offset
+        cuts, count, actions = self.cuts, len(places), len(self.turns.kind)
+        finite = np.isfinite(parts)
+        parts = np.where(finite, parts, 0.0)
+        seconds = np.empty((4, cuts.stages, count))
+        seconds[:3] = parts.transpose(0, 2, 1)
+        np.add(seconds[1], seconds[2], out=seconds[3])
+        late = np.empty((len(self.edges), count))
+        for number, edge in enumerate(self.edges):
+            late[number] = self._message(edge, places)
+        total = np.zeros(count)
+        last_ends.form(actions * count)(self.turns, seconds, late, np.zeros((actions, TOGETHER)), total)
+        total += self.offset
         if (missing := cuts.microbatches // cuts.layout.replicas - self.count) > 0:
             busy = parts.sum(axis=0) @ (cuts.turns_of / cuts.microbatches * cuts.layout.replicas)
             total = total + missing * busy.max(axis=1)
-        return np.asarray(np.where(fits, total, np.inf), dtype=np.float64)
+        return np.asarray(np.where(finite.all(axis=(0, 2)), total, np.inf), dtype=np.float64)
 
     def _message(self, edge: tuple[int, int], places: Indices) -> Array | float:
         if self.message_s is not None:
@@ -297,40 +305,70 @@ class InOrder:
         return np.asarray(link.latency_s + crossing / link.bandwidth_bytes_per_s)
 
 
-def _in_turn(columns: Columns, flow: Flow) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
-    """Actions that compute, each behind what it waits for: its kind and stage, the one before it in its row,
-    and those of other stages, with these; by their places in what is made."""
-    kinds, stages, batches = (c.tolist() for c in (columns.kind, columns.stage, columns.microbatch))
+@kernel
+def last_ends(t: Turns, seconds: Array, late: Array, end: Array, last: Array) -> None:
+    """When the last action of each cut ends: the longest path through the order.
+
+    seconds: of actions, (kinds, stages, cuts).  late: of messages, (edges, cuts).  end: of actions, (actions,
+    cuts of a block), written.
+    """
+    # The cuts of a block are the innermost loop, as processors do several of these at once.
+    for low in range(0, len(last), end.shape[1]):
+        count = min(end.shape[1], len(last) - low)
+        for action in range(len(end)):
+            kind, stage, before = t.kind[action], t.stage[action], t.before[action]
+            for cut in range(count):
+                end[action, cut] = end[before, cut] if before >= 0 else 0.0
+            for at in range(t.need_at[action], t.need_at[action + 1]):
+                need, edge = t.need[at], t.edge[at]
+                for cut in range(count):
+                    end[action, cut] = max(end[action, cut], end[need, cut] + late[edge, low + cut])
+            for cut in range(count):
+                end[action, cut] += seconds[kind, stage, low + cut]
+                last[low + cut] = max(last[low + cut], end[action, cut])
+
+
+def _in_turn(columns: Columns, flow: Flow, stages: int) -> tuple[Turns, list[tuple[int, int]]]:
+    """The actions of an order, and the edges on which they wait.  stages: of one replica."""
+    rows = zip(*(c.tolist() for c in (columns.kind, columns.stage, columns.microbatch)), strict=True)
+    entries, number = list(rows), {F_: 0, I_: 1, W_: 2, B_: 3}
     made: dict[tuple[bool, int, int], int] = {}
-    at, count = columns.offsets[:-1].tolist(), 0
+    edges: dict[tuple[int, int], int] = {}
+    kinds, own, rows_before, need_at = list[int](), list[int](), list[int](), [0]
+    need, edge = list[int](), list[int]()
+    at, ends = columns.offsets[:-1].tolist(), columns.offsets[1:].tolist()
     before = [-1] * columns.ranks
-    ends = columns.offsets[1:].tolist()
     waiting = list(range(columns.ranks))
     while waiting:
         moved, rest = False, []
         for rank in waiting:
             while at[rank] < ends[rank]:
-                kind, stage, batch = kinds[at[rank]], stages[at[rank]], batches[at[rank]]
-                needs: list[tuple[int, int]] = []
+                kind, stage, batch = entries[at[rank]]
+                others: Sequence[int] = ()
                 if kind in (F_, B_, I_):
                     others = flow.reads_from[stage] if kind == F_ else flow.gradients_from[stage]
-                    keys = [(kind == F_, other, batch) for other in others]
-                    if not all(key in made for key in keys):
+                    if not all((kind == F_, other, batch) in made for other in others):
                         break
-                    needs = [(made[key], key[1]) for key in keys]
                 at[rank] += 1
                 moved = True
-                if kind in (F_, B_, I_, W_):
-                    yield kind, stage, before[rank], needs
-                    before[rank] = count
-                    if kind != W_:
-                        made[kind == F_, stage, batch] = count
-                    count += 1
+                if kind not in number:
+                    continue
+                if kind != W_:
+                    made[kind == F_, stage, batch] = len(kinds)
+                need += [made[kind == F_, other, batch] for other in others]
+                edge += [edges.setdefault((other, stage), len(edges)) for other in others]
+                need_at.append(len(need))
+                rows_before.append(before[rank])
+                before[rank] = len(kinds)
+                kinds.append(number[kind])
+                own.append(stage % stages)
             else:
                 continue
             rest.append(rank)
         assert moved or not rest, "an order that cannot run"
         waiting = rest
+    lists = (kinds, own, rows_before, need_at, need, edge)
+    return Turns(*(np.array(one, np.int64) for one in lists)), list(edges)
 
 
 def weigh_best(
@@ -373,6 +411,7 @@ def climb(estimate: Estimate, places: Indices) -> list[Indices]:
     trail, best = [places], float(estimate.steps(places[None])[0])
     for _ in range(estimate.passes):
         moved = cuts.moves(trail[-1])
+        moved = moved[(moved != trail[-1]).any(axis=1)]
         if not len(moved):
             break
         steps = estimate.steps(moved)

@@ -203,8 +203,10 @@ def _earlier_forwards(f: Footprint[Any], options: CostOptions, in_flight: Count)
     """
     corners = {options.microbatches - options.receive_ahead, options.offloaded_at_once}
     for corner in sorted(corners):
+        if corner < options.microbatches - options.receive_ahead:
+            continue
         fewer = np.clip(in_flight, 1, max(1, corner))
-        if corner >= options.microbatches - options.receive_ahead and np.any(fewer < in_flight):
+        if np.any(fewer < in_flight):
             held = fewer * f.residuals + np.minimum(fewer, options.offloaded_at_once) * f.offloaded
             yield Moment(held, boundary_bytes(f, options, fewer)[0], f.forward_transient)
 

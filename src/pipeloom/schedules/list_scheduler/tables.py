@@ -483,6 +483,8 @@ def _memory(
 
 def _around(shape: Shape, streams: Streams, beside: Sequence[Operation]) -> tuple[Floats, Floats]:
     """Seconds of what stands right before and right after each action; empty if nothing does."""
+    if not beside:
+        return np.zeros(0), np.zeros(0)
     size = streams.size
     both = np.zeros((2, len(streams.kinds), size))
     some = False

@@ -34,7 +34,8 @@ OVER = 4.0
 
 class ClockState(NamedTuple):
     """Per unit its moment now, before the last move, and of the best so far; the units by phase.  cost: of
-    now, of the best.  order: that of now, as `run_turns` wrote it."""
+    now, of the best.  order: that of now, as `run_turns` wrote it.  kept: of what `cost` is of, per rank its
+    units by phase, and per unit its turn.  filled: per rank, the units that were compared with that."""
 
     first: Floats
     before: Floats
@@ -44,6 +45,9 @@ class ClockState(NamedTuple):
     phase: Floats
     cost: Floats
     order: Longs
+    kept: Longs
+    kept_turn: Longs
+    filled: Longs
 
 
 @kernel
@@ -90,6 +94,27 @@ def run_turns(t: Units, c: TimingArrays, s: ClockState, m: int, within: float) -
 
 
 @kernel
+def same_rows(t: Units, s: ClockState, keep: bool) -> bool:
+    """Whether the rank of each unit runs what it ran before, in the same order; such an order takes as long.
+
+    keep: whether this becomes what later ones are compared with."""
+    same, count = True, len(s.turn)
+    for rank in range(len(s.filled)):
+        s.filled[rank] = 0
+    for u in s.by_phase:
+        same = same and s.kept_turn[u] == s.turn[u]
+        if keep:
+            s.kept_turn[u] = s.turn[u]
+        for at in range(t.on_at[u], t.on_at[u + 1]):
+            place = t.on[at] * count + s.filled[t.on[at]]
+            s.filled[t.on[at]] += 1
+            same = same and s.kept[place] == u
+            if keep:
+                s.kept[place] = u
+    return same
+
+
+@kernel
 def move(t: Units, s: ClockState, period: float, seed: Longs) -> None:
     """Change a moment; or that of all later ones; or swap two; or let one run a whole period sooner or
     later."""
@@ -133,15 +158,18 @@ def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed:
             within -= heat * log(chance)
         else:
             within += 20.0 * heat
+        heat *= cooling
+        if same_rows(t, s, False):
+            continue
         cost = run_turns(t, c, s, m, within)
         if cost <= within:
             cost += OVER * period * excess(t, c) + 1e-3 * rest(c)
-        heat *= cooling
         if cost > within:
             for u in range(len(s.first)):
                 s.first[u] = s.before[u]
             continue
         s.cost[0] = cost
+        same_rows(t, s, True)
         if cost < s.cost[1] - EPS:
             s.cost[1] = cost
             for u in range(len(s.first)):
@@ -151,8 +179,8 @@ def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed:
     return tries
 
 
-def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
-    count = len(repeating.moments)
+def moments_of(problem: SearchProblem, repeating: Repeating) -> ClockState:
+    count, microbatches, ranks = len(repeating.moments), problem.microbatches, problem.ranks
     first = np.array(repeating.moments)
     return ClockState(
         first=first,
@@ -163,12 +191,15 @@ def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
         phase=np.zeros(count),
         cost=np.zeros(2),
         order=np.zeros(count * microbatches, np.int64),
+        kept=np.full(count * ranks, -1),
+        kept_turn=np.zeros(count, np.int64),
+        filled=np.zeros(ranks, np.int64),
     )
 
 
 def written(problem: SearchProblem, repeating: Repeating, engine: str) -> OrderCandidate:
     t, m = problem.arrays, problem.microbatches
-    moments = moments_of(repeating, m)
+    moments = moments_of(problem, repeating)
     settle(t, moments, repeating.period)
     run_turns(t, new_clock(problem), moments, m, inf)
     return timed(problem, moments.order, engine, repeating)
@@ -250,7 +281,7 @@ def anneal(
     problem: SearchProblem, start: Repeating, seed: np.ndarray, heat: float, tries: int
 ) -> tuple[Repeating, int]:
     """The best moments on the way, and how many orders were timed. heat: in periods."""
-    t, clock, moments = problem.arrays, new_clock(problem), moments_of(start, problem.microbatches)
+    t, clock, moments = problem.arrays, new_clock(problem), moments_of(problem, start)
     settle(t, moments, start.period)
     moments.cost[:] = 1e18
     plan = np.array([start.period, problem.microbatches, heat * start.period, 0.01 * start.period, 0.0])

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...ir.action import B, F, I
 from ...ir.columns import Floats, Longs
-from ...ir.kernels import kernel
+from ...ir.kernels import inlined, kernel
 from .moments import COMPILED
 from .orders import Found, OrderCandidate, Round, fits, new_clock, timed
 from .problem import EPS, SearchProblem, TimingArrays, Units, reset, run_entry
@@ -36,7 +36,7 @@ class DispatchRules(NamedTuple):
     next: Longs
 
 
-@kernel
+@inlined
 def may_begin(t: Units, c: TimingArrays, r: DispatchRules, u: int) -> bool:
     if t.memory[u] > 0 or t.kind[u] == 0:
         if r.next[u] - r.next[r.last[u]] >= r.ahead[u]:
@@ -47,7 +47,7 @@ def may_begin(t: Units, c: TimingArrays, r: DispatchRules, u: int) -> bool:
     return True
 
 
-@kernel
+@inlined
 def earliest(t: Units, c: TimingArrays, r: DispatchRules, u: int, m: int) -> float:
     """When the head of a unit could begin; infinite before what it needs has run."""
     b, begin = r.next[u], 0.0

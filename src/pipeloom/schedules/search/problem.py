@@ -25,7 +25,7 @@ from ...ir.columns import Bools, Floats, Longs
 from ...ir.costs import StageCost
 from ...ir.errors import ScheduleError
 from ...ir.flow import dag
-from ...ir.kernels import kernel
+from ...ir.kernels import inlined, kernel
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ...ir.text import enough_bytes
@@ -76,7 +76,7 @@ def reset(t: Units, c: TimingArrays) -> None:
         c.began[rank] = -1.0 if t.span else 0.0
 
 
-@kernel
+@inlined
 def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
     """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
     have then been at it, where spans count."""
