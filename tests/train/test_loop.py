@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from tiny_run import lines
 
-from pipeloom.ir.errors import PipeloomError
-from pipeloom.train.config import Config
+from pipeloom.ir.errors import CheckpointError, PipeloomError
+from pipeloom.ir.text import write_whole
+from pipeloom.train.config import Config, write_config
 from pipeloom.train.loop import TrainOutcome, resume_from, train
 
 
@@ -102,6 +103,16 @@ def test_a_resumed_run_trains_at_the_rate_of_its_config(
     train(pipeline, changed, workload, out, console=console())
     said = [line["learning_rate"] for line in lines(out) if line["step"] > 12]
     assert taken == [(rate, 0.5) for rate in said] and len(said) == 8
+
+
+def test_a_run_of_another_job_is_named(tiny: Config, run: Callable, plain: Callable, tmp_path: Path) -> None:
+    run(tiny, "a")
+    write_whole(tmp_path / "a" / "config.toml", write_config(tiny))
+    wider = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, width=2 * tiny.model.width))
+    pipeline, workload = plain(wider)
+    mine = dataclasses.replace(wider, job="mine.py:job")
+    with pytest.raises(CheckpointError, match="of the GPT, not of mine.py:job"):
+        resume_from(tmp_path / "a", pipeline, mine, workload)
 
 
 def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ..ir.errors import CheckpointError, PipeloomError
 from ..ir.timeline import Timeline
 from ..pipeline import Pipeline
 from ..step_reports import StepReport
-from .config import Config
+from .config import Config, read_config
 from .progress import StepProgress
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .replan import Replans
@@ -72,7 +72,16 @@ class TrainOutcome:
 
 def resume_from(out: Path, pipeline: Pipeline, config: Config, workload: Workload) -> None:
     """From the newest checkpoint, with the learning rate and the weight decay that the config has by now."""
-    data = pipeline.load(out / "checkpoint").get("data")
+    try:
+        data = pipeline.load(out / "checkpoint").get("data")
+    except CheckpointError as error:
+        before = read_config(out / "config.toml").job
+        if before == config.job:
+            raise
+        raise CheckpointError(
+            f"{out} is a run of {before or 'the GPT'}, not of {config.job or 'the GPT'}: {error.message}",
+            hint=f"go on with {before or 'no job'}, or start a new run",
+        ) from None
     if data != workload.data:
         raise CheckpointError(
             f"the checkpoint in {out} is of other data: {data}, not {workload.data}",
@@ -125,10 +134,7 @@ def train(
             reports = pipeline.steps(map(workload.train, range(step, end)))
             for done, report in enumerate(reports, start=step + 1):
                 if not math.isfinite(report.loss):
-                    raise PipeloomError(
-                        f"the loss of step {done} is {report.loss}",
-                        hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
-                    )
+                    raise PipeloomError(f"the loss of step {done} is {report.loss}", hint=_remedy(done))
                 if replans is not None:
                     replans.add(report)
                 validates = done == config.steps or done % config.validate_every == 0
@@ -167,6 +173,13 @@ def train(
         timeline=rehearsals.measured,
         middle_step_s=middle_step_s,
     )
+
+
+def _remedy(step: int) -> str:
+    """What helps where the loss of a step is no number."""
+    if step == 1:
+        return "no weight has changed yet: look at the first batch; `Pipeline(find_nan=True)` names the op"
+    return "lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint"
 
 
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
