@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -89,6 +89,7 @@ class Candidate:
         self.layout = request.layout
         self.stages = request.shared.cut(request.graph, search.model.readers, cuts, self.layout.replicas)
         self.search, self.in_flight = search, search.in_flight
+        self._estimated: dict[Hashable, StageEstimate] = {}
         self.room: tuple[float, ...] | None = None
         self.rows = self._order()
         self.schedule = unrolled(self.rows)
@@ -211,7 +212,10 @@ class Candidate:
     def _choose_ahead(self, index: int, evaluation: Evaluation, *, may: bool = True) -> _StageChoice:
         """A stage, which recomputes ahead if it may and recomputes at all, and keeps its cap then."""
         model = self.search.model.in_forward_order
-        estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
+        how = index, frozenset(evaluation.treatments.items())
+        estimate = remembered(
+            self._estimated, how, lambda: estimate_stage(model, self.stages, index, evaluation.treatments)
+        )
         # What does not fit by itself may keep the caps with all other stages.
         turn_s = evaluation.seconds if evaluation.fits else estimate.turn_s
         inside = estimate.plan(self.in_flight[index], turn_s=turn_s)

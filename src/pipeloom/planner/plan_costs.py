@@ -177,6 +177,7 @@ def count_once(
             step_s *= sum(of[name] for name in here) / size if size else 1.0
             step_s += all_gather_s(size, shares[rank].ranks, shared_out)
         transient = {**cost.transient_bytes, STEP: scratch[rank]}
-        changed = replace(cost, static_bytes=static, transient_bytes=transient, step_s=step_s)
-        corrected.append(replace(changed, for_owners=owned))
+        corrected.append(
+            replace(cost, static_bytes=static, transient_bytes=transient, step_s=step_s, for_owners=owned)
+        )
     return tuple(corrected)

@@ -79,7 +79,7 @@ def _value(text: str) -> float | str:
 
 
 SHOWN = 6
-"""Refusals that are printed; all are in --json."""
+"""Steps and refusals that are printed; all are in --json."""
 
 
 def sentences(told: Mapping[str, Any]) -> list[str]:
@@ -113,5 +113,15 @@ def _no(value: float | str) -> bool:
 
 
 def _steps(table: Mapping[str, float | str]) -> str:
-    known = sorted(((s, n) for n, s in table.items() if not isinstance(s, str)))
-    return ", ".join(f"{name} {show_time(s)}" for s, name in known if s < inf) or "none fits"
+    """The fastest, those that are equally fast together.
+
+    >>> _steps({"1f1b": 0.4, "zb_v": 0.2, "gis": 0.4, "gpipe": "no cut fits"})
+    'zb_v 200.0 ms; 1f1b, gis 400.0 ms'
+    """
+    named: dict[str, list[str]] = {}
+    for seconds, name in sorted((s, n) for n, s in table.items() if not isinstance(s, str) and s < inf):
+        named.setdefault(show_time(seconds), []).append(name)
+    shown = [f"{', '.join(names)} {took}" for took, names in named.items()]
+    left = sum(map(len, [*named.values()][SHOWN:]))
+    more = [f"{left} more, see --json"] if left else []
+    return "; ".join(shown[:SHOWN] + more) or "none fits"

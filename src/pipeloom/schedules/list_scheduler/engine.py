@@ -101,7 +101,9 @@ class _Rules:
                 if taken:
                     self.second_of[a] = b
         self.pairs: list[Pair] = []
-        self.order_all = loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
+        holds_back = self.recipe.before is not None or self.second_of
+        hold_back = self._hold_back if holds_back else loop.hold_back.interpreted
+        self.order_all = loop.order_all.calling(hold_back=hold_back, begin_unit=self._begin_unit)
 
     def _hold_back(self, t: Tables, s: SchedulerState, rank: int) -> None:
         for index in _own(t, rank):
