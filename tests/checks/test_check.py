@@ -101,6 +101,7 @@ def edited(rank: int, old: str, new: str) -> Program:
     [
         (0, "0SEND_F1>1", "", "add 0SEND_F1>1 to rank 0"),
         (0, "0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1", "0SEND_F1>1 twice"),
+        (0, "0SEND_F1>1", "0STEP 0STEP 0SEND_F1>1 0SEND_F1>1", "0SEND_F1>1 twice"),
         (0, "0SEND_F1>1", "0SEND_B1>1", "no gradients pass that way"),
         (0, "0SEND_F1>1", "0SEND_F1>7", "no values pass that way"),
         (0, "0SEND_F1>1", "1SEND_F1>0", "does not hold stage 1"),

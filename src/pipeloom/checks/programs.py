@@ -17,6 +17,7 @@ from ..ir.action import (
     REDUCE,
     SEND_B,
     STEP,
+    TRANSFERS,
     Action,
     B,
     F,
@@ -72,7 +73,7 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     messages = program.message_index(flow)
     has = [table >= 0 for table in (messages.sent, messages.received)]
     if sum(map(np.count_nonzero, has)) < np.count_nonzero(program.columns.is_transfer):
-        raise repeated(program.rows)
+        raise repeated([[step for step in row if step.kind in TRANSFERS] for row in program.rows])
     lonely = has[0] != has[1]
     if lonely.any():
         alone = np.where(has[0], messages.sent, messages.received)[lonely]
