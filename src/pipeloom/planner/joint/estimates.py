@@ -43,8 +43,9 @@ ACTIONS = 30_000
 ALL_CUTS = 3_000
 """Cuts up to which all are looked at."""
 
-TOGETHER = 64
-"""Cuts of which the actions' ends are kept at once: they stay in a processor's cache."""
+TOGETHER, ENTRIES = 64, 4_000_000
+"""Cuts of which the actions' ends are kept at once, so that they stay in a processor's cache; and how many
+ends."""
 
 WEIGHED, FEW_PLACES = 24, 16
 """Cuts of a pass that are weighed with what is freed to keep their caps: those that are fastest without, and
@@ -284,7 +285,8 @@ class InOrder:
         for number, edge in enumerate(self.edges):
             late[number] = self._message(edge, places)
         total = np.zeros(count)
-        last_ends.form(actions * count)(self.turns, seconds, late, np.zeros((actions, TOGETHER)), total)
+        end = np.zeros((actions, min(TOGETHER, max(1, ENTRIES // max(1, actions)))))
+        last_ends.form(actions * count)(self.turns, seconds, late, end, total)
         total += self.offset
         if (missing := cuts.microbatches // cuts.layout.replicas - self.count) > 0:
             busy = parts.sum(axis=0) @ (cuts.turns_of / cuts.microbatches * cuts.layout.replicas)
