@@ -89,7 +89,7 @@ class Candidate:
         self.layout = request.layout
         self.stages = request.shared.cut(request.graph, search.model.readers, cuts, self.layout.replicas)
         self.search, self.in_flight = search, search.in_flight
-        self._estimated: dict[Hashable, StageEstimate] = {}
+        self._known_estimates: dict[Hashable, StageEstimate] = {}
         self.room: tuple[float, ...] | None = None
         self.rows = self._order()
         self.schedule = unrolled(self.rows)
@@ -214,7 +214,9 @@ class Candidate:
         model = self.search.model.in_forward_order
         how = index, frozenset(evaluation.treatments.items())
         estimate = remembered(
-            self._estimated, how, lambda: estimate_stage(model, self.stages, index, evaluation.treatments)
+            self._known_estimates,
+            how,
+            lambda: estimate_stage(model, self.stages, index, evaluation.treatments),
         )
         # What does not fit by itself may keep the caps with all other stages.
         turn_s = evaluation.seconds if evaluation.fits else estimate.turn_s
