@@ -206,7 +206,7 @@ def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.
 
 def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*given: Any) -> list[PendingSum]:
-        sleep(0.2)
+        sleep(0.6)
         return begin_sums(*given)
 
     monkeypatch.setattr("pipeloom.runtime.calibrate.begin_sums", slow)
