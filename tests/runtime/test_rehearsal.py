@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from time import sleep
 from typing import Any
 
 import pytest
@@ -21,11 +20,10 @@ from pipeloom.ir.action import RECOMPUTE, W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.calibrate import busy_link, measure_link
-from pipeloom.runtime.channel import Channel, PendingSum
+from pipeloom.runtime.calibrate import busy_link, measure_link, time_sums
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.reduce_and_step import begin_sums
 from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
@@ -205,11 +203,10 @@ def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.
 
 
 def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*given: Any) -> list[PendingSum]:
-        sleep(0.6)
-        return begin_sums(*given)
+    def slow(*given: Any) -> float:
+        return 1000.0 + time_sums(*given)
 
-    monkeypatch.setattr("pipeloom.runtime.calibrate.begin_sums", slow)
+    monkeypatch.setattr("pipeloom.forecast.time_sums", slow)
     job = replace(gpt_job(), optimizer=adam)
 
     def rank(pipeline: Pipeline) -> float:
@@ -218,4 +215,4 @@ def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
             event.duration_s for event in events if "STEP" in event.action and event.rank == pipeline.rank
         )
 
-    assert min(runs.each_rank(job, plan_of(job, "chimera", 2, microbatches=2), rank)) > 0.1
+    assert min(runs.each_rank(job, plan_of(job, "chimera", 2, microbatches=2), rank)) > 900.0
