@@ -224,6 +224,14 @@ def test_a_copy_is_asked_as_any_action_is() -> None:
     assert DESK.ask(asked)["chain"][0].action == "0OFFLOAD1"
 
 
+@pytest.mark.parametrize(
+    ("name", "share"), [("1f1b", 1.0), ("zb_v", 0.5), ("dualpipe", 1.0), ("seq1f1b", 0.5)]
+)
+def test_what_a_forward_holds_is_counted_as_the_peak_is(name: str, share: float) -> None:
+    held = DESK.ask({"words": ["-p", "2", "-m", "2"], "name": name, "action": "0F0"})["holds"]
+    assert held["share"] == share
+
+
 @pytest.mark.parametrize("name", ["chimera", "seq1f1b"])
 def test_rows_that_alone_would_be_read_otherwise_are_not_edited(name: str) -> None:
     assert DESK.draw({"words": [], "entries": [{"name": name}]})["drawn"][0]["rows"] is None

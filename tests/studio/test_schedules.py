@@ -64,6 +64,17 @@ def test_several_are_drawn_on_one_time_axis_and_compared(studio: Any) -> None:
     assert page.page.inner_text("#memory").count("zb_h1") == 1
 
 
+COVERED = """
+[...document.querySelectorAll("#trade .name")].filter((name) => {
+  const a = name.getBoundingClientRect();
+  const others = [...document.querySelectorAll("#trade .point, #trade .name")];
+  return others.filter((one) => one !== name).map((one) => one.getBoundingClientRect())
+    .some((b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom);
+}).map((name) => name.textContent)
+"""
+"""Names in the chart with a point or another name on them."""
+
+
 @pytest.mark.slow
 def test_points_of_all_schedules_are_clicked(studio: Any) -> None:
     page = studio(s="1f1b", **{"-p": "3", "-m": "4"})
@@ -72,6 +83,7 @@ def test_points_of_all_schedules_are_clicked(studio: Any) -> None:
     assert {"gpipe", "zb_v", "gis_h"} <= points.keys()
     result = command("schedule", "compare", "gpipe", "zb_v", "-p", "3", "-m", "4")
     assert all(points[name] == [one["step_s"], one["peak"]] for name, one in result.items())
+    assert page.page.evaluate(COVERED) == []
     point = page.page.locator("#trade .point[title*='gpipe']")
     assert point.get_attribute("title").endswith(f"step {result['gpipe']['step_s']:g}, peak 4 micro-batches")
     point.click()
@@ -129,6 +141,36 @@ def test_the_address_holds_the_whole_setting(studio: Any) -> None:
     again.page.wait_for_selector("body[data-drawn]")
     again.settled()
     assert again.picture() == page.picture() and again.command() == page.command()
+
+
+THIRDS = """
+() => {
+  const one = { start: (i) => 3 * i, end: (i) => 3 * i + 2, colour: () => "#123456" }, boxes = [];
+  denseRow(one, range(30), (time) => LEFT + time, 1e3, (fill, from, to) => boxes.push(to - from));
+  return boxes.reduce((sum, width) => sum + width, 0);
+}
+"""
+"""Pixels that 30 narrow blocks of 2 fill, with 1 between them."""
+
+
+def test_what_is_small_is_drawn_as_it_is(studio: Any) -> None:
+    """Idle time between narrow blocks, and memory whose first round number would be above all of it."""
+    page = studio(s="1f1b", **{"-p": "16", "-m": "16"})
+    assert page.page.evaluate(THIRDS) == pytest.approx(60)
+    shapes = "memoryShapes(memory, view, { width: 900 }).shapes"
+    assert "10" in page.page.evaluate(
+        f"{shapes}.filter((one) => one.anchor === 'end').map((one) => one.text)"
+    )
+
+
+def test_a_setting_that_is_refused_leaves_a_pale_picture(studio: Any) -> None:
+    page = studio(s="1f1b", **{"-p": "3"})
+    page.set("-F", "1,2,1")
+    assert "stale" not in page.page.locator("#timelines").get_attribute("class")
+    page.set("-F", "x")
+    assert "stale" in page.page.locator("#timelines").get_attribute("class")
+    assert all("422" in line for line in page.complaints)  # the browser's own line for a refusal
+    page.complaints.clear()
 
 
 def test_large_pipelines_draw_what_is_visible_and_keys_go_through_them(studio: Any) -> None:

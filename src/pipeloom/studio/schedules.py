@@ -111,7 +111,9 @@ class ScheduleDesk:
         letters = re.fullmatch(r"(\d+)F(\d+)", action)
         freed = [f"{letters[1]}{kind}{letters[2]}" for kind in ("B", "W")] if letters else []
         until = next((events[name] for name in freed if name in events), None)
-        share = 1 / sum(r == events[action].rank for r in simulated.schedule.placement)
+        schedule, costs = simulated.schedule, simulated.costs
+        own = [costs[s].residual_bytes for s, r in enumerate(schedule.placement) if r == events[action].rank]
+        whole = sum(own) * schedule.slices / simulated.stages.replicas
         return {
             "waits": [
                 {"until": until_s, "how": how, "action": name} for until_s, how, name in causes.waits(action)
@@ -119,7 +121,12 @@ class ScheduleDesk:
             "chain": chain,
             "holds": None
             if until is None
-            else {"share": share, "until": until.action, "from": events[action].start_s, "to": until.end_s},
+            else {
+                "share": costs[int(letters[1])].residual_bytes / whole if whole else 0.0,
+                "until": until.action,
+                "from": events[action].start_s,
+                "to": until.end_s,
+            },
             "followers": [
                 {"action": e.action, "rank": e.rank, "start": e.start_s} for e in causes.followers(action)
             ],

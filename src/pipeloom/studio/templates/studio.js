@@ -110,6 +110,7 @@ async function draw() {
     document.body.dataset.drawMs = (performance.now() - begun).toFixed(1);
   } catch (error) {
     say(error.message);
+    $("timelines").classList.add("stale");
   }
   busy = false;
   document.body.dataset.drawn = changes;
@@ -158,7 +159,7 @@ function show(answer, entries) {
   memory = answer.memory ?? memory;
   const groups = new Map(shown.pictures.flatMap((one) => one.groups).sort((a, b) => a.lane - b.lane).map((g) => [g.name, g.colours[0]]));
   $("legend").replaceChildren(...[...groups].map(([name, colour]) => make("li", {}, make("i", { style: `background: ${colour}` }), name)));
-  $("timelines").classList.toggle("stale", drawn.some((one) => one.stale));
+  $("timelines").classList.toggle("stale", alive.some((one) => one.stale));
   const span = Math.max(1e-9, ...shown.pictures.map((one) => one.span));
   if (span !== view.span) view.reset(span); else view.changed();
   timelines.picked = null;
@@ -198,13 +199,15 @@ async function showTrade(now) {
 function tradeShapes(width) {
   if (!trade.length) return null;
   const plot = plotShapes({ series: [{ points: trade, dots: true }], x: "step", y: "peak, micro-batches", height: 320 }, width);
-  const taken = [], places = new Map();
+  const places = new Map();
   for (const [step, peak, name] of trade) {
     const key = `${digits(step)} ${digits(peak)}`;
     places.set(key, { step, peak, names: [...(places.get(key)?.names ?? []), name] });
   }
-  const points = [...places.values()].flatMap(({ step, peak, names }) => {
-    const left = plot.x(step), top = plot.y(peak), at = { left: `${left}px`, top: `${top}px` };
+  const spots = [...places.values()].map((place) => ({ ...place, left: plot.x(place.step), top: plot.y(place.peak) }));
+  const taken = spots.map(({ left, top }) => [left - 8, left + 8, top]); // by points, then by names, too
+  const points = spots.flatMap(({ step, peak, names, left, top }) => {
+    const at = { left: `${left}px`, top: `${top}px` };
     const drawnAlready = (name) => state.entries.some((entry) => entry.name === name);
     const said = `${names.join(", ")}: step ${digits(step)}, peak ${digits(peak)} micro-batches`;
     const point = make("button", { className: "point", title: said, ariaLabel: said,
@@ -212,12 +215,15 @@ function tradeShapes(width) {
     point.classList.toggle("chosen", names.some(drawnAlready));
     Object.assign(point.style, at);
     const short = names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(", ");
-    const crowded = taken.some(([x, y, length]) => Math.abs(y - top) < 11 && left - x < length * 6.5 + 12 && x - left < short.length * 6.5 + 12);
-    if (crowded) return [point];
-    taken.push([left, top, short.length]);
+    // A name stands behind its point, else in front of it, else nowhere: the point says it, too.
+    const long = short.length * 7, free = (from) => from > LEFT && from + long < width
+      && taken.every(([start, stop, y]) => Math.abs(y - top) >= 14 || from + long < start || from > stop);
+    const from = [left + 9, left - 9 - long].find(free);
+    if (from === undefined) return [point];
+    taken.push([from, from + long, top]);
     const text = make("span", { className: "name", textContent: short });
     Object.assign(text.style, at);
-    text.classList.toggle("before", left > width - short.length * 6.5 - 20);
+    text.classList.toggle("before", from < left);
     return [point, text];
   });
   const focused = document.activeElement?.title;

@@ -127,12 +127,16 @@ function denseRow(picture, row, x, end, box) {
       strip.set(colour, (strip.get(colour) ?? 0) + within / STRIP);
     }
   }
-  let begun = 0, last = null;
+  let full = null; // the colour and the first of strips without a gap
   for (let at = 0; at <= strips.length; at++) {
-    const colour = strips[at] ? mixedColour(strips[at]) : null;
-    if (colour === last) continue;
-    if (last) box(last, LEFT + begun * STRIP, LEFT + at * STRIP);
-    begun = at; last = colour;
+    const strip = strips[at] ?? new Map(), colour = mixedColour(strip);
+    const busy = [...strip.values()].reduce((sum, share) => sum + share, 0), whole = busy > 7 / 8;
+    if (full && !(whole && colour === full.colour)) {
+      box(full.colour, LEFT + full.at * STRIP, LEFT + at * STRIP);
+      full = null;
+    }
+    if (whole) full ??= { colour, at };
+    else if (colour) box(colour, LEFT + at * STRIP, LEFT + (at + busy) * STRIP);
   }
 }
 
@@ -158,7 +162,7 @@ function timeShapes(picture, view, frame, options) {
       }
     }
     const own = picture.computing[rank].slice(picture.from(rank, view.from), picture.from(rank, view.to) + 1);
-    const seen = own.length && Math.min(end, x(picture.end(own.at(-1)))) - Math.max(LEFT, x(picture.start(own[0])));
+    const seen = own.reduce((sum, i) => sum + Math.min(end, x(picture.end(i))) - Math.max(LEFT, x(picture.start(i))), 0);
     if (own.length > 20 && seen < NARROW * own.length) {
       denseRow(picture, own, x, end, (fill, x0, x1) => box(fill, x0, x1, y, high));
       continue;
@@ -257,7 +261,7 @@ function memoryShapes(memory, view, options) {
   }
   ranks.forEach((rank, panel) => {
     const top = TOP + 6 + panel * (high + gap), y = (size) => top + high * (1 - size / most);
-    for (const size of niceTicks(0, most, high / 24)) {
+    for (const size of niceTicks(0, most, Math.max(2.5, high / 24))) {
       shapes.push({ line: [[LEFT, y(size)], [end, y(size)]], stroke: "grid", width: 1 },
         { text: digits(size, 3), x: LEFT - 6, y: y(size) + 4, size: 10, anchor: "end", fill: "soft" });
     }
