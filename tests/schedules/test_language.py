@@ -13,7 +13,7 @@ from small import built
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering.passes import lower
@@ -43,6 +43,17 @@ def test_a_filler_that_waits_makes_room_for_one_forward_and_not_for_two() -> Non
     cost = StageCost(forward_s=4.0, input_grad_s=4.0, weight_grad_s=0.5, backward_s=4.5)
     s = registry.shape_of(placement=(0, 1, 1, 0, 0, 1), microbatches=3, costs=(cost,) * 6)
     assert make(s, Recipe(kinds="FIW", clock=path_clock(s), memory=1)).peak == pytest.approx((1.0, 1.0))
+
+
+def test_a_clock_that_passes_the_limits_is_told_what_to_do() -> None:
+    """Its own order has 0F0 1F0 0F1 on rank 1, which leave no room for 5F0."""
+    times = ((1, 0.5), (0.5, 1), (3, 1), (3, 0.5), (3, 1), (1, 1))
+    costs = [StageCost(forward_s=f, backward_s=i + 1, input_grad_s=i, weight_grad_s=1) for f, i in times]
+    s = registry.shape_of(placement=(1, 1, 2, 2, 0, 1), microbatches=2, costs=costs)
+    with pytest.raises(DeadlockError) as caught:
+        make(s, Recipe(clock=path_clock(s, real=True, kinds="FB"), memory=1))
+    assert "period" in (caught.value.hint or "")
+    assert make(s, Recipe(clock=path_clock(s, real=True, kinds="FB", period=40.0), memory=1)).peak[1] <= 1
 
 
 def test_trap_greed_is_myopic_once_transfers_take_time() -> None:

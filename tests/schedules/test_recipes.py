@@ -57,6 +57,11 @@ def test_rows_that_block_by_themselves_are_not_blamed_on_limits() -> None:
         (lambda s: Recipe(rows=lambda rank: None), "None"),  # type: ignore[arg-type, return-value]
         (lambda s: Recipe(priority=lambda a: (a.kind == F, a.microbatch), slices=3), "3 slices"),
         (lambda s: [], "a list"),
+        (lambda s: Recipe(priority=lambda a: a.microbatch or "first"), "priority="),
+        (lambda s: Recipe(priority=5), "priority=5"),  # type: ignore[arg-type]
+        (lambda s: Recipe(clock=lambda stage, kind, b: None), "0B0"),  # type: ignore[arg-type, return-value]
+        (lambda s: Recipe(priority=lambda a: 0, memory=lambda rank: None), "None"),  # type: ignore[arg-type, return-value]
+        (lambda s: Recipe(priority=lambda a: 0, in_flight_stage="2"), "'2'"),  # type: ignore[arg-type]
     ],
 )
 def test_recipes_with_a_mistake_are_refused_with_a_sentence(

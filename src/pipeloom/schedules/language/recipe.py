@@ -7,7 +7,7 @@
 The order is one of, or `before` with any of:
     priority    sort key of an action; a rank takes the smallest that could run now (greedy)
     clock       sort key too, but the whole order it gives is kept as a promise: a forward runs early only
-                if the limits then still let the rest follow, so limits can never block
+                if the limits then still let the rest follow, so limits block only an order that passes them
     rows        the exact order of each rank, perhaps made by `phases`; kinds in `fill` find their own place
 Dependencies and transfers follow from the stage graph and are never written. Times decide when things are
 ready, so the same recipe gives another order for uneven stages.
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
+from numbers import Real
 from typing import TypeAlias
 
 from ...ir.action import Action, Kind
@@ -33,7 +35,17 @@ EARLY = ("all", "warm", "none")
 
 
 def per_rank(limit: PerRank | float, rank: int) -> float:
-    return float(limit(rank) if callable(limit) else limit)
+    most = limit(rank) if callable(limit) else limit
+    if not is_number(most):
+        raise ScheduleError(
+            f"a recipe limits what a rank or a stage holds to {most!r}",
+            hint="give a number, or a function of the rank (of the stage: in_flight_stage) that returns one",
+        )
+    return float(most)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isnan(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,9 @@ class Recipe:
                 f"a recipe with {' and '.join(orders) or 'no order'}",
                 hint="give exactly one of priority=, clock= and rows=; before= may go with any",
             )
+        for name in ("priority", "clock", "before", "together"):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise ScheduleError(f"a recipe with {name}={given!r}", hint="give a function")
         if self.memory is not None and self.memory_bytes is not None:
             raise ScheduleError(
                 "a recipe with memory and memory_bytes", hint="limit either micro-batches or bytes"

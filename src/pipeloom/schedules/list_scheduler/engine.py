@@ -175,11 +175,13 @@ def _own(t: Tables, rank: int) -> Sequence[int]:
 def _stuck(problem: RecipeTables, t: Tables, s: SchedulerState) -> DeadlockError:
     full, waits = zip(*_waits(problem, t, s), strict=True)
     if any(full):
-        return DeadlockError(
-            "the limits block this order: " + "; ".join(waits[:16]),
-            hint="limit each chunk on its own (in_flight_stage), so the last one has room, or order by a "
-            "clock=, which keeps room for the forwards that let memory go",
+        hint = (
+            "limit each chunk on its own (in_flight_stage), so the last one has room, or order by a clock=, "
+            "which keeps room for the forwards that let memory go"
         )
+        if problem.recipe.clock is not None:
+            hint = "the clock itself passes the limits: give it a longer period, or allow more"
+        return DeadlockError("the limits block this order: " + "; ".join(waits[:16]), hint=hint)
     at_fault = "the rows" if problem.listed is not None else "what before= holds back"
     return DeadlockError("no rank can move: " + "; ".join(waits[:16]), hint=f"reorder {at_fault}")
 

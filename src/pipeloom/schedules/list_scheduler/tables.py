@@ -29,7 +29,7 @@ from ...ir.columns import B_, CODE, CODED, Bools, Columns, Floats, Longs, Rows, 
 from ...ir.dependencies import needs
 from ...ir.errors import ScheduleError, of_type
 from ...ir.operation import OPERATIONS, Operation
-from ..language.recipe import EARLY, PerRank, Recipe, per_rank
+from ..language.recipe import EARLY, PerRank, Recipe, is_number, per_rank
 from ..language.shape import Periodic, Shape
 
 EPS = 1e-9
@@ -517,7 +517,13 @@ class _Places:
                 for index in own
                 for b in self.streams.orders[index].tolist()
             ]
-            entries.sort(key=lambda entry: entry[0])
+            try:
+                entries.sort(key=lambda entry: entry[0])
+            except TypeError as error:  # of a number and a text, or of None
+                raise ScheduleError(
+                    f"what priority= returns cannot be compared: {error}",
+                    hint="return a number for every action, or a tuple of as many",
+                ) from error
             number, last = -1, None
             for value, index, b in entries:
                 if number < 0 or value != last:
@@ -536,7 +542,14 @@ class _Places:
         def moments_of(stage: int, kind: Kind, order: Longs) -> Floats:
             if isinstance(clock, Periodic):
                 return np.asarray(clock(stage, kind, 0) + clock.period * order, np.float64)
-            return np.array([clock(stage, kind, b) for b in order.tolist()], np.float64)
+            moments = [clock(stage, kind, b) for b in order.tolist()]
+            for b, moment in zip(order.tolist(), moments, strict=True):
+                if not is_number(moment):
+                    raise ScheduleError(
+                        f"clock= returns {moment!r} for {stage}{kind}{b}",
+                        hint="return a number for every action",
+                    )
+            return np.array(moments, np.float64)
 
         lines = []
         for own in self.own:
@@ -621,9 +634,7 @@ def _offsets(lengths: Sequence[int] | Longs) -> Longs:
 
 
 def _limits(limit: PerRank | float | None, each: Sequence[int]) -> Floats:
-    if not callable(limit):
-        return np.full(len(each), inf if limit is None else limit, np.float64)
-    return np.array([limit(one) for one in each], np.float64)
+    return np.array([per_rank(inf if limit is None else limit, one) for one in each], np.float64)
 
 
 def _zeros(count: int) -> Longs:
