@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from ..ir.text import show_share, write_whole
+from ..ir.text import format_bytes, show_share, write_whole
 from .common import FILE, NEW_FILE, emit, json_option
 from .schedule import SHORTEST
 
@@ -130,7 +130,8 @@ def _screen(found: FoundSchedule, output: Path | None) -> Iterator[str]:
     )
     if found.left_out:
         yield found.left_out
-    yield f"residuals per rank at most {' '.join(f'{peak:.4g}' for peak in found.peaks)}"
+    size = format_bytes if result.problem.unit == 1 else "{:.4g}".format
+    yield f"residuals per rank at most {' '.join(map(size, found.peaks))}"
     if output is None:
         yield str(found.schedule)
     else:

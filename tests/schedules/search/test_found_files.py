@@ -153,6 +153,7 @@ def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path
         ({"stage": [{"F": 1, "B": 2}], "ranks": "four"}, "ranks is 'four'"),
         ({"stage": [{"F": 1, "B": 2}], "ranks": 2.5}, "ranks is 2.5"),
         ({"stage": [{"F": 1, "B": 2, "ranks": 3}], "ranks": 2}, "rank 3 of 2 ranks"),
+        ({"stage": [{"F": 1, "B": 2, "bytes": "2 pages"}]}, "stage 0: bytes: '2 pages'"),
     ],
 )
 def test_wrong_stages_are_named(document: dict[str, object], problem: str) -> None:
@@ -163,6 +164,11 @@ def test_wrong_stages_are_named(document: dict[str, object], problem: str) -> No
 def test_too_little_memory_names_the_rank() -> None:
     with pytest.raises(PlanError, match="rank 0 holds"):
         search_schedule({"stage": [{"F": 1, "B": 2, "bytes": 2, "ranks": 0}]}, 2, memory="1")
+
+
+def test_sizes_are_printed_as_they_are_given(tmp_path: Path) -> None:
+    stages = chain(tmp_path, STAGE.replace("bytes = 1", 'bytes = "2GiB"'), 1)
+    assert "at most 2.0 GiB\n" in good("schedule", "search", stages, "-m", 2)
 
 
 def test_a_file_has_to_end_in_what_can_be_written(tmp_path: Path) -> None:
