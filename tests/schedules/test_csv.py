@@ -72,7 +72,7 @@ def test_torch_loads_our_transfers(tmp_path: Path) -> None:
         ("0F0,0FOO", "row 1, cell 2"),
         ("0F0\n1F0,1F1junk", "row 2, cell 2"),
         ("0F0\n0B0", "ranks 0 and 1"),
-        ("0F0\n2F0", "not numbered from 0"),
+        ("0F0\n2F0", "stage 1"),
         (None, "cannot read"),
     ],
 )

@@ -59,7 +59,7 @@ def test_wrong_instructions(text: str) -> None:
     [
         ("0F0 0B0\n1F0 1b0", "row 2: cannot read action '1b0'"),
         ("0F0 0B0\n0F1 0B1", "ranks 0 and 1"),
-        ("0F0 0B0\n2F0 2B0", "not numbered from 0"),
+        ("0F0 0B0\n2F0 2B0", "stage 1"),
         ("", "no action"),
         ("0F0 0F1&&0B0", "row 1: cannot read '0F1&&0B0'"),
     ],

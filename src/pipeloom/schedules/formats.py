@@ -74,8 +74,10 @@ def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: 
                 )
     if not home:
         raise ScheduleError("there is no action in it", hint="write one row per rank, one action per cell")
-    if sorted(home) != list(range(len(home))):
-        raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
+    if missing := set(range(len(home))) - set(home):
+        raise ScheduleError(
+            f"no row has an action of stage {min(missing)}", hint="number the stages from 0 without gaps"
+        )
     return Schedule(
         name=name,
         microbatches=1 + max(action.microbatch for row in rows for action in row),
@@ -242,7 +244,10 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
             hint=f"if it is a plan, `pipeloom simulate {path} MODEL` draws its step",
         )
     parse = parse_text if path.suffix == ".txt" else parse_schedule
-    return parse(text, name=name or path.stem)
+    try:
+        return parse(text, name=name or path.stem)
+    except ScheduleError as error:
+        raise type(error)(f"{path}: {error.message}", hint=error.hint) from None
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
