@@ -100,7 +100,7 @@ SCENARIO = (
         "--per-node",
         type=click.IntRange(1),
         help="Ranks of a node: messages between nodes then wait for each other on one link out of "
-        "each and one into it. Without it, every message has a link of its own.",
+        "each and one into it. Without it, only those from one rank to the same other wait.",
     ),
     click.option(
         "--times",

@@ -146,6 +146,7 @@ class Entry:
         return Copies(stages=int(stages), held=limit, strict=True)
 
 
+MOST_STAGES = 1 << 16
 SLICES = "sequence slices"
 _OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
 
@@ -357,10 +358,13 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
-    if place == "wave":
-        where = wave(ranks, chunks or 2)
-    else:
-        where = loop(ranks, chunks or (2 if place == "loop" else 1))
+    chunks = chunks or (1 if place == "line" else 2)
+    if ranks * chunks > MOST_STAGES:
+        raise ScheduleError(
+            f"{name} has {chunks} stages on each of {ranks} ranks",
+            hint=f"give it at most {MOST_STAGES} stages together",
+        )
+    where = wave(ranks, chunks) if place == "wave" else loop(ranks, chunks)
     return chain(len(where)), where
 
 

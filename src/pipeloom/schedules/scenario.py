@@ -199,6 +199,9 @@ def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[S
 
 SLICES = 2
 
+MOST_FORWARDS = 1 << 24
+"""Of a step that is simulated: more take minutes, and more memory than most machines have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
@@ -207,8 +210,8 @@ class Scenario:
     edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
     microbatches: of both directions together, each whole.  chunks: stages per rank, 0 for as many as usual.
     transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
-    per_node: ranks of a node; messages between nodes share one link out of each and one into it. 0: every
-    message has a link of its own.
+    per_node: ranks of a node; messages between nodes share one link out of each and one into it. 0: only
+    those from one rank to the same other share one.
     memory: most residuals of a rank: micro-batches, or bytes with a unit if the file says sizes.
     pair_factor: what a pair of actions takes of the sum of their times.
     copy_ratio: k, what OFFLOAD and RELOAD of a stage together take of the time of its F, I and W.
@@ -307,6 +310,11 @@ def build_schedule(name: str, scenario: Scenario) -> tuple[Schedule, StageGraph,
         stages, placement = registry.default_placement(name, scenario.ranks, scenario.chunks)
     _refuse_misfit(name, stages, scenario)
     slices = _slices(name)
+    if len(placement) * scenario.microbatches * slices > MOST_FORWARDS:
+        raise ConfigError(
+            f"{scenario.microbatches} micro-batches on {len(placement)} stages are too many to simulate",
+            hint=f"give at most {MOST_FORWARDS // (len(placement) * slices)} micro-batches",
+        )
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, _units(costs, placement, stages.replicas, slices))
     transfer_s = scenario.transfer_s
