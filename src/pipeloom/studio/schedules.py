@@ -120,7 +120,7 @@ class ScheduleDesk:
             ],
             "chain": chain,
             "holds": None
-            if until is None
+            if letters is None or until is None
             else {
                 "share": costs[int(letters[1])].residual_bytes / whole if whole else 0.0,
                 "until": until.action,
