@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from machine import on_ranks, parser_of, run_parts
-
-# isort: split
 from paced import PacedRank, PacedSteadyRank, PacedTier
 
 from pipeloom import Plan

@@ -156,7 +156,7 @@ CLUSTERS = st.builds(
 
 
 @given(cluster=CLUSTERS, note=st.sampled_from(["", "measured here\n\ntwice"]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
     path = tmp_path / "cluster.toml"
     save_cluster(cluster, path, note=note)

@@ -41,7 +41,7 @@ from pipeloom.train.config import Config, read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.run_directory import Metrics, find_run, has_report
 
-CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+CALM = [HealthCheck.function_scoped_fixture]
 
 
 SOME = examples(100, 2_500, suppress_health_check=CALM)

@@ -34,7 +34,7 @@ from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.operations import OperationContext
 
-CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+CALM = {"suppress_health_check": [HealthCheck.data_too_large]}
 
 
 SOME = examples(3, 80, **CALM)

@@ -25,7 +25,7 @@ from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
 from pipeloom.simulator.simulate import simulate
 
-CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+CALM = [HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 SOME = examples(60, 1_500, suppress_health_check=CALM)

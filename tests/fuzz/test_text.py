@@ -22,7 +22,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.text import from_json, load_noun, to_json
 from pipeloom.schedules.formats import parse_schedule, read_schedule
 
-CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+CALM = [HealthCheck.function_scoped_fixture]
 
 
 SOME = examples(60, 1_500, suppress_health_check=CALM)

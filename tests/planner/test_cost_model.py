@@ -40,7 +40,7 @@ def of_ops(*ops: Op) -> tuple[OpGraph, Profile]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_rows_of_intervals_agree_with_stages(data):
     ops = data.draw(st.integers(1, 9))
@@ -87,7 +87,7 @@ def test_rough_rows_are_upper_bounds_where_a_part_of_a_saved_storage_is_sent():
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_rough_rows_are_upper_bounds(data):
     """In the forward only where no view is a part of its storage; see the test above."""
@@ -244,7 +244,7 @@ def test_a_part_of_a_storage_is_sent_as_a_copy():
     assert row.whole.tolist() == [40, 0] and row.forward_transient.tolist() == [0, 40]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), end=st.integers(1, 15))
 def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end: int) -> None:
     """One walk is for both: in a stage that receives nothing I only lets go of what no gradient needs."""
@@ -284,7 +284,6 @@ def forwards(footprint: Footprint[float], options: CostOptions, in_flight: int) 
     at_once=st.integers(2, 4),
     ahead=st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_no_forward_of_a_stage_holds_more_than_its_predicted_peak(
     sizes: list[int], saved_inputs: int, in_flight: int, at_once: int, ahead: int
 ) -> None:

@@ -59,7 +59,7 @@ def weigh(search: Search, cuts) -> tuple[float, float]:
     return (slowest if share <= 1 else float("inf")), share
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_exact_is_the_best_of_all_cuts(data):
     ops = data.draw(st.integers(2, 8))

@@ -94,7 +94,7 @@ def test_down_sets_are_as_many_as_antichains(graph: PieceGraph) -> None:
         assert {held[inner] for inner in sets.within(number)} == {one for one in held if one < held[number]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(piece_graphs(), st.integers(1, 3), st.floats(0.5, 8.0), st.integers(10, 120))
 def test_both_find_the_best_chain_there_is(
     graph: PieceGraph, stages: int, bandwidth: float, cap: int

@@ -115,7 +115,7 @@ def test_the_next_smaller_cap_is_searched_that_the_best_does_not_keep() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data(), stages=st.integers(2, 3), cap=st.integers(1500, 6000), linked=st.booleans())
 def test_no_start_of_dawnpiper_is_faster_and_none_finds_a_plan_alone(data, stages, cap, linked):
     graph = op_graph(data.draw, data.draw(st.integers(6, 12)))

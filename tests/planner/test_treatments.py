@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from math import inf
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from random_stages import random_model
@@ -43,7 +42,7 @@ def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
     return found.turn_s(model, 0, float(tables.prefix_s[0, end]), float(tables.forward_s[0, :end].sum()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     ops=st.integers(4, 20),
@@ -72,7 +71,7 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
 def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
     model, end = random_model(seed, 8), 7
@@ -100,16 +99,6 @@ def seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatm
 def candidates(model: CostModel, end: int) -> list[str]:
     saved = {v for op in model.readers.ops[:end] for v in model.saves[op.name]}
     return [op.name for op in model.readers.ops[:end] if op.name in saved]
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
-def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
-    treat = partial(treat_interval, random_model(seed, 16), 0, 15, 0, in_flight=in_flight)
-    caps = treat(cap=inf).peak_bytes * np.linspace(0.3, 1.0, 12)
-    for tighter, looser in pairwise(treat(cap=cap).seconds for cap in caps):
-        assert looser <= 1.2 * tighter
 
 
 @pytest.mark.parametrize(

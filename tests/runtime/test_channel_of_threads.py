@@ -60,7 +60,7 @@ def floats(key: str, source: int, target: int, *shapes: tuple[int, ...]) -> Mess
     return Message(key=key, source=source, target=target, values=parts)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data(), ahead=st.integers(1, 4))
 def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject, ahead: int) -> None:
     sizes = st.lists(st.tuples(st.integers(0, 4)), min_size=1, max_size=3)

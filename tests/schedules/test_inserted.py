@@ -257,10 +257,10 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         built("nowhere.py:order", 2, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
-def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data: st.DataObject) -> None:
-    """Any anchor, stream and rhythm; then one of its actions goes somewhere else in its row."""
+def test_any_declaration_gives_a_schedule_that_runs(data: st.DataObject) -> None:
+    """Any anchor, stream and rhythm."""
     before = data.draw(st.booleans())
     anchor = data.draw(st.sampled_from([F, B, W]))
     added = op(
@@ -273,22 +273,7 @@ def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data:
     try:
         s = shape_of(data.draw(st.integers(1, 3)), microbatches=data.draw(st.integers(1, 5)))
         make_it = zb_h1 if data.draw(st.booleans()) else one_f_one_b
-        made = schedule_of(s, make_it(s, added))
-        assert timed(made, s).step_s > 0
-        rank = data.draw(st.integers(0, s.ranks - 1))
-        row = list(made.rows[rank])
-        places = [at for at, a in enumerate(row) if a.kind == added.kind]
-        if not places:
-            return
-        moved = row.pop(data.draw(st.sampled_from(places)))
-        row.insert(data.draw(st.integers(0, len(row))), moved)
-        other = replace(made, rows=(*made.rows[:rank], tuple(row), *made.rows[rank + 1 :]))
-        try:
-            check(other, s.stages)
-        except ScheduleError as error:
-            assert f"rank {rank} runs {moved}" in error.message
-        else:
-            assert timed(other, s).step_s > 0
+        assert timed(schedule_of(s, make_it(s, added)), s).step_s > 0
     finally:
         KINDS.pop(added.kind, None)
         OPERATIONS.pop(added.kind, None)

@@ -156,7 +156,7 @@ RECIPES = [n for n in registry.names() if registry.entry(n).recipe and n != "seq
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject) -> None:
     """Any number of ranks and micro-batches, uneven stages: complete and free of deadlock."""

@@ -77,7 +77,7 @@ def test_a_schedule_made_longer_by_repeating_its_steady_state_is_the_one_that_is
     assert compared
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data: st.DataObject) -> None:
     seconds, pace = st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([1.0, 1.5, 2.0])

@@ -135,34 +135,28 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
     assert idle(made, s, span=True) <= span + ROUNDED / 10
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
-@pytest.mark.parametrize("name", ["zb_v", "zb_1p", "zb_2p", "gis"])
-def test_never_worse_than_1f1b_with_its_memory(name: str, times: tuple[float, float, float]) -> None:
-    p, m = 4, 16
-    s = shape(name, p, m, times=times)
-    assert made_for(name, s).step_s <= (m + p - 1) * sum(times) * s.chunks
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "peak"), [("v_half", 5), ("v_min", 4), ("1f1b_v", 6), ("gis_h", 6), ("po", 6.5)]
+    ("name", "peak"),
+    [
+        ("zb_v", 8),
+        ("zb_1p", 8),
+        ("gis", 8),
+        ("v_half", 5),
+        ("v_min", 4),
+        ("1f1b_v", 6),
+        ("gis_h", 6),
+        ("po", 6.5),
+    ],
 )
-def test_never_worse_than_1f1b_at_as_little_memory(
-    name: str, peak: float, times: tuple[float, float, float]
-) -> None:
-    """1F1B holds p micro-batches; with less it must be shorter of ranks, or wait.
-
-    With room for `peak` of them 1F1B does at best `peak` per round trip of one, as each residual of rank 0
-    lives from its F to the end of its B.
-    """
-    p, m = 8, 32
+def test_never_worse_than_1f1b_with_as_much_memory(name: str, peak: float) -> None:
+    """Where W takes more. With room for `peak` micro-batches 1F1B does at best `peak` per round trip of one,
+    as each residual of rank 0 lives from its F to the end of its B; with p of them it fills and drains."""
+    p, m, times = 8, 32, (1.0, 0.6, 1.4)
     s = shape(name, p, m, times=times)
     made = made_for(name, s)
-    round_trip = p * sum(times) * s.chunks
     assert max(made.peak) <= peak
-    assert made.step_s <= m * round_trip / peak
+    assert made.step_s <= max(m * p / peak, m + p - 1) * sum(times) * s.chunks
 
 
 # Orders of a public zero-bubble scheduler, timed here again, as bars: short actions, long messages. F, I and

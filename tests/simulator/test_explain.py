@@ -229,7 +229,7 @@ def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
     assert "overhead" not in {*found.by_reason, *(p.kind for p in found.path)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dag_cases(), st.integers(0, 1000), st.integers(0, 3), st.integers(1, 3))
 def test_laws_hold_for_random_graphs_and_times(case: Case, seed: int, latency_s: int, ahead: int) -> None:
     program, stages = lower(case.schedule, case.stages), case.stages
@@ -242,7 +242,7 @@ def test_laws_hold_for_random_graphs_and_times(case: Case, seed: int, latency_s:
     assert found.idle_s + busy_s == timeline.ranks * timeline.step_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_laws_hold_for_disturbed_timelines(data: st.DataObject) -> None:
     """As measured: everything late by a little, clocks of ranks apart, sends not noted."""
@@ -338,7 +338,7 @@ def test_ranks_of_a_node_share_links_in_schedules_too() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_no_wait_of_a_simulated_step_is_left_without_a_cause(case: Case, seed: int, ahead: int) -> None:
     """With the cluster known, nothing is put down to overhead; what held a link had it when it says so."""

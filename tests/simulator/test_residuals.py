@@ -140,7 +140,7 @@ def held_by_hand(
     return held
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dag_cases(), st.integers(0, 2**32))
 def test_residuals_of_random_programs_are_held_as_added_up_by_hand(case: Case, seed: int) -> None:
     empty = tuple(replace(c, value=replace(c.value, shape=(0,))) for c in case.stages.crossings)

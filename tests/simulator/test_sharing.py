@@ -45,7 +45,7 @@ def test_sums_for_owners_take_half_as_long(shared: Link | None) -> None:
         assert sum_times(simulate(program, stages, (cost,) * 4, where))["0REDUCE"] == (3.0, 3.0 + seconds)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
     dice = Random(seed)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 
-from pipeloom.schedules.registry import default_placement
 from pipeloom.schedules.search.library import LARGE, within_limits, without_limits
 from pipeloom.schedules.search.orders import OrderCandidate, fits
 from pipeloom.schedules.search.problem import SearchProblem, SearchStage
@@ -79,40 +77,6 @@ def problem(shape: str, ranks: int, microbatches: int, cap: float, *, split: boo
     """One case of the table."""
     return SearchProblem(
         stages=tuple(SHAPES[shape](ranks, split)), microbatches=microbatches, caps=(cap,) * ranks
-    )
-
-
-TIMES: dict[str, tuple[float, float, float, float]] = {
-    "long context": (1.0, 1.4, 0.6, 0.0),
-    "large W": (1.0, 0.6, 1.4, 0.0),
-    "28.3B": (10.419, 10.207, 7.715, 0.408),
-}
-"""F, I, W of every stage and a message, as in tests/schedules/test_published.py: attention takes more of I;
-the opposite; and the profile of a real model, in ms."""
-
-
-def chain_of(schedule: str, ranks: int, chunks: int, times: str, cap: float = inf) -> SearchProblem:
-    """The stages of a schedule of the library where it places them, with 4 micro-batches per rank.
-
-    cap: most residuals of a rank, one for each micro-batch on each stage.
-    """
-    forward, back, weight, transfer = TIMES[times]
-    placement = default_placement(schedule, ranks, chunks)[1]
-    stages = tuple(
-        SearchStage(
-            name=str(s),
-            forward_s=forward,
-            input_grad_s=back,
-            weight_grad_s=weight,
-            split=True,
-            residual_bytes=1.0,
-            after=(s - 1,) if s else (),
-            ranks=(rank,),
-        )
-        for s, rank in enumerate(placement)
-    )
-    return SearchProblem(
-        stages=stages, microbatches=4 * ranks, transfer_s=transfer, caps=(cap,) * ranks if cap < inf else ()
     )
 
 

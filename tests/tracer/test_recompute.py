@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
-import transformers
 import zoo
 from deep import ACTIVATION, DEPTH, GELU, ROWS, TANH, checkpoints
 from memory import Allocated, allocations
@@ -220,37 +217,6 @@ def test_a_deep_chain_peaks_at_its_checkpoints_and_one_segment() -> None:
         assert functions.peak_bytes["backward"] == predicted == seen["backward"].peak
     ahead = stage_functions(captured, stages, 0, treatments=policy, ahead=True)
     assert kept_bytes(ahead) + ahead.peak_bytes["backward"] == (DEPTH + gradients) * ACTIVATION
-
-
-@pytest.mark.slow
-def test_a_transformer_peaks_at_a_quarter() -> None:
-    """What flows past the blocks is kept, every second sum of it, and nothing else that can be made again."""
-    config = zoo.gpt2().config
-    config.update({"n_embd": 64, "n_layer": 8})
-    model = partial(transformers.GPT2LMHeadModel, config)
-    job = Job(model=model, batch=partial(zoo.token_batch, length=64))
-    captured = capture_of(job, 4)
-    stages = cut(captured.graph, even(captured.graph, 1))
-    residuals = stage_residuals(captured, stages, 0)
-    sums = [name for name in residuals if re.fullmatch(r"add(_\d+)?", name)]
-    dropped: dict[str, Treatment] = {
-        n: "recompute" for n, r in residuals.items() if not r.obstacle and n not in sums[1::2]
-    }
-    kept, ahead, inside = (
-        stage_functions(captured, stages, 0, treatments=policy, ahead=moment)
-        for policy, moment in (({}, False), (dropped, True), (dropped, False))
-    )
-    everything, at_once, lazily = (kept_bytes(f) + f.peak_bytes["backward"] for f in (kept, ahead, inside))
-    assert at_once == everything and lazily < everything / 4
-
-
-@pytest.mark.slow
-def test_what_has_one_reader_is_there_for_that_alone() -> None:
-    captured, stages = stages_of(GELU, 1)
-    made = {n: "recompute" for n in stage_residuals(captured, stages, 0) if n.startswith("gelu")}
-    whole, inside = (stage_functions(captured, stages, 0, treatments=policy) for policy in ({}, made))
-    assert kept_bytes(whole) - kept_bytes(inside) == len(made) * ACTIVATION
-    assert inside.peak_bytes["backward"] <= whole.peak_bytes["backward"] + ACTIVATION
 
 
 def calls(functions: StageFunctions, *names: str) -> Counter[str]:

@@ -39,7 +39,7 @@ CANNOT = {
     ("zb_h1", "split backward"): "zb_h1 splits backwards by itself",
     ("offload", "copies in the schedule"): "what the policy offloads is what the schedule copies",
 }
-"""Pairs that are no plan, or the plan of one of the two; see `test_pairs_that_cannot_be`."""
+"""Pairs that are no plan, or the plan of one of the two."""
 
 
 @pytest.mark.sampled("1f1b + copies in the schedule")
@@ -55,17 +55,6 @@ def test_pairs_of_features(features: tuple[str, ...]) -> None:
     batches = [job.batch(seed, 2 * plan.microbatches) for seed in range(2)]
     plain = runs.plain(job, batches, plan.microbatches)
     runs.assert_same(runs.pipelined(job, plan, batches), plain, tolerance=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_pairs_that_cannot_be() -> None:
-    job = JOBS[False]
-    for pair, one in (
-        (("zb_h1", "split backward"), "zb_h1"),
-        (("offload", "copies in the schedule"), "copies in the schedule"),
-    ):
-        assert pair in CANNOT
-        assert plan_of(job, pair) == plan_of(job, (one,))
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ CASES = st.builds(
 )
 HOW = {
     "phases": [Phase.reuse, Phase.generate],
-    "deadline": None,
     "suppress_health_check": [HealthCheck.function_scoped_fixture],
 }
 

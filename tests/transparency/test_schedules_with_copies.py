@@ -16,10 +16,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from programs import policies
 from runs import (
     assert_same,
-    capture_of,
-    each_rank,
     even_plan,
-    graph_of,
     pipelined,
     plain,
     residuals_of,
@@ -27,19 +24,13 @@ from runs import (
 )
 
 from pipeloom import Options, Pipeline
-from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import COPYING, OFFLOAD
-from pipeloom.ir.cluster import Link
 from pipeloom.ir.plan import Plan
-from pipeloom.plan_request import CapturedModel, PlanRequest
-from pipeloom.planner.request import PlanOptions
-from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 ROWS = 64
-CAP_SHARE = 0.7
 
 
 JOB = zoo.in_double(replace(GELU, name="deep"))
@@ -67,7 +58,7 @@ def offloads(plan: Plan) -> list[Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
 @given(
     st.sampled_from(["po", "gis", "zb_v"]),
     st.integers(2, 3),
@@ -127,43 +118,3 @@ def test_a_rank_killed_in_the_middle_of_a_copy_leaves_nothing(where: str, tmp_pa
         not shared.is_dir()
         or {p for p in shared.iterdir() if "torch" in p.name or "pipeloom" in p.name} <= before
     )
-
-
-@pytest.mark.slow
-def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) -> None:
-    """The ledger refuses what would pass the cap; before, a rank whose copies were slower than planned was
-    refused, though it only had to wait for them."""
-    rows, microbatches, ranks = 256, 6, 2
-    captured = capture_of(JOB, rows)
-    link = Link(bandwidth_bytes_per_s=1e9)
-    plain_device = cpu_cluster(ranks).devices[0]
-    device = replace(plain_device, memory_bytes=1 << 40, host_link=link, host_link_back=link)
-    model = CapturedModel(
-        size=rows,
-        graph=graph_of(JOB, rows),
-        profiles={device.name: roofline(captured.graph, device)},
-        captured=captured,
-    )
-
-    def made(memory: int, strategy: str) -> Plan:
-        devices = (replace(device, memory_bytes=memory),) * ranks
-        how = {"ranks": ranks, "microbatches": microbatches, "planner": strategy}
-        options = PlanOptions(treatments=("offload",), **how)
-        cluster = replace(cpu_cluster(ranks), devices=devices, within_node=link)
-        return PlanRequest(cluster=cluster, options=options).plan(model)
-
-    cap = int(CAP_SHARE * max(made(1 << 40, "exact").peaks))
-    plan = made(cap, "pipeoffload")
-    assert offloads(plan)
-    assert plan.caps == (cap,) * ranks
-    batches = [JOB.batch(seed, rows * microbatches) for seed in (1, 2)]
-    expected = plain(JOB, batches, microbatches)
-
-    def work(pipeline: Pipeline) -> tuple[int, int]:
-        losses = [pipeline.step(each) for each in batches]
-        assert losses == pytest.approx(expected.losses, rel=1e-12)
-        return pipeline.ledger.peak, pipeline.ledger.host_peak
-
-    found = each_rank(JOB, plan, work, offload_dir=tmp_path)
-    assert max(peak for peak, _ in found) <= cap
-    assert any(host > 0 for _, host in found)

@@ -24,7 +24,7 @@ SIZES = {"microbatches": 4, "microbatch_size": 2}
 GPT = zoo.in_double(Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, name="gpt"))
 
 
-@pytest.mark.sampled("bert-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [True, False], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, double: bool) -> None:

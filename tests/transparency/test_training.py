@@ -51,7 +51,6 @@ def steps(job: Job, count: int, rows: int = 4) -> list[zoo.Batch]:
         pytest.param(GPT, [4, 4], {"clip_norm": 1e9}, marks=pytest.mark.slow),
         (TIED, [4, 4], {"clip_norm": 0.01}),  # a tied parameter counts once
         (GPT, [4, 4, 4, 4], {"scheduler": partial(LR.StepLR, step_size=1, gamma=0.3)}),
-        pytest.param(GPT, [12, 12], {"accumulate": 3, "clip_norm": 0.1}, marks=pytest.mark.slow),
         (TIED, [8, 8], {"accumulate": 2}),
         pytest.param(
             GPT,

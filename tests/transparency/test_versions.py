@@ -326,9 +326,8 @@ def test_saved_at_one_depth_or_width_and_loaded_at_another() -> None:
 @pytest.mark.slow
 @settings(
     max_examples=8,
-    deadline=None,
     phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.data_too_large],
 )
 @given(scripts(), st.sampled_from(["", *CORRECTIONS]))
 def test_drains_saves_and_loads_anywhere_change_nothing(script: list[Segment], how: str) -> None:

@@ -47,19 +47,6 @@ def test_the_cpu_cannot_touch_it() -> None:
     assert "touched pinned memory under a copy" in last_words(pinned.sum)
 
 
-def test_pinned_memory_can_be_read_once_its_copy_was_waited_for() -> None:
-    pinned, x = torch.zeros(4096, pin_memory=True), torch.ones(4096, device=DEVICE)
-    pinned.copy_(x, non_blocking=True)
-    event = torch.Event(device=DEVICE)
-    event.record()
-    event.synchronize()
-    assert pinned.sum() == 4096
-    x.copy_(pinned, non_blocking=True)
-    assert pinned.sum() == 4096  # the copy reads, too
-    current().synchronize()
-    pinned.zero_()
-
-
 def test_an_early_free_is_reported_with_the_op_that_may_still_read() -> None:
     x, other = torch.ones(100, device=DEVICE), stream()
     other.wait_stream(current())
@@ -71,26 +58,6 @@ def test_an_early_free_is_reported_with_the_op_that_may_still_read() -> None:
     ):
         torch.ones(1, device=DEVICE)
     standin.reports.clear()
-
-
-def test_record_stream_keeps_it_until_that_stream_is_done() -> None:
-    x, other, gate = torch.ones(100, device=DEVICE), stream(), threading.Event()
-    other.wait_stream(current())
-    standin.launch(other, "gate", gate.wait)
-    with other:
-        doubled = x * 2
-    x.record_stream(other)
-    held = torch.accelerator.memory_stats()["active_bytes.all.current"]
-    del x
-    y = torch.zeros(100, device=DEVICE)
-    stats = torch.accelerator.memory_stats()
-    assert stats["active_bytes.all.current"] == held + 512
-    assert stats["allocated_bytes.all.current"] == held
-    gate.set()
-    current().wait_stream(other)
-    assert doubled.sum().item() == 200 and y.sum().item() == 0
-    current().synchronize()
-    assert torch.accelerator.memory_stats()["active_bytes.all.current"] == held
 
 
 def test_what_is_freed_is_poison_to_who_still_reads_it() -> None:
@@ -106,30 +73,6 @@ def test_what_is_freed_is_poison_to_who_still_reads_it() -> None:
         other.synchronize()
         assert late.isnan().all().item()
     assert "early free" in {one.kind for one in found}
-
-
-def test_peaks_are_counted_as_a_gpu_counts_them() -> None:
-    torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    x = torch.ones(1000, device=DEVICE)
-    del x
-    torch.ones(10, device=DEVICE)
-    assert torch.accelerator.max_memory_allocated() - before == 4096
-    assert torch.get_device_module(DEVICE).memory_allocated() == before
-
-
-def test_out_of_memory_is_torchs_error() -> None:
-    limit = torch.accelerator.get_memory_info()[1]
-    standin.limit_memory(0, torch.accelerator.memory_allocated() + 4096)
-    try:
-        x = torch.ones(1000, device=DEVICE)
-        with pytest.raises(torch.OutOfMemoryError, match="out of memory. Tried to allocate 4000 bytes"):
-            torch.ones(1000, device=DEVICE)
-        del x
-        torch.ones(1000, device=DEVICE)
-    finally:
-        standin.limit_memory(0, limit)
 
 
 def test_events_and_streams_do_not_pile_up() -> None:
