@@ -91,7 +91,7 @@ def test_residuals_may_be_highest_when_the_rest_is_not() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["1f1b", "gis_h"])
-def test_the_most_residuals_are_predicted_as_measured(name: str) -> None:
+def test_the_most_residuals_are_predicted_as_measured(name: str, quick_rehearsals: None) -> None:
     job = gpt_job()
 
     def work(pipeline: Pipeline) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -194,7 +194,8 @@ def simulate(
     >>> link = pipeloom.Link(bandwidth_bytes_per_s=10e9, latency_s=1e-5)
     >>> cluster = pipeloom.Cluster(devices=(card, card), within_node=link)
     >>> costs = pipeloom.profile(captured)  # as if the cards were as fast as this machine
-    >>> plan = pipeloom.plan(job, ranks=2, microbatch_size=4, cluster="2 x a100-40", captured=captured)
+    >>> two = {"ranks": 2, "microbatch_size": 4, "cluster": "2 x a100-40", "captured": captured}
+    >>> plan = pipeloom.plan(job, schedule="1f1b", **two)
     >>> predicted = pipeloom.simulate(plan, captured.graph, costs, cluster)
     >>> predicted.source, predicted.ranks, 0 < predicted.bubble < 1
     ('predicted', 2, True)

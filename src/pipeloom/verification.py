@@ -168,7 +168,8 @@ def verify(
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x a100-40")
+    >>> two = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "cluster": "2 x a100-40"}
+    >>> plan = pipeloom.plan(job, schedule="1f1b", **two)
     >>> result = pipeloom.verify(job, plan)
     >>> result.passed, result.reference
     (True, 'the module itself, eager')

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import zoo
 from commands import bad
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 from refusals import refused
+from trials import examples
 
 from pipeloom import plan
 from pipeloom.clusters import names
@@ -156,7 +157,7 @@ CLUSTERS = st.builds(
 
 
 @given(cluster=CLUSTERS, note=st.sampled_from(["", "measured here\n\ntwice"]))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, 25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
     path = tmp_path / "cluster.toml"
     save_cluster(cluster, path, note=note)

@@ -7,8 +7,9 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from random_ops import cluster_of, op_chain, op_graph, profile_of, search_for
+from trials import examples
 
 from pipeloom.ir.graph import Buffer, OpGraph
 from pipeloom.ir.stages import cut
@@ -59,7 +60,7 @@ def weigh(search: Search, cuts) -> tuple[float, float]:
     return (slowest if share <= 1 else float("inf")), share
 
 
-@settings(max_examples=60)
+@examples(25, 60)
 @given(data=st.data())
 def test_exact_is_the_best_of_all_cuts(data):
     ops = data.draw(st.integers(2, 8))

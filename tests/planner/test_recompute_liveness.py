@@ -9,8 +9,9 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from random_stages import chain_model, random_model
+from trials import examples
 
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost import recompute_liveness
@@ -49,7 +50,7 @@ def letting_go(model: CostModel, seed: int) -> CostModel:
     return CostModel(model.graph, [profile] * len(model.kind), model.cluster, model.options)
 
 
-@settings(max_examples=150)
+@examples(60, 150)
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 30), data=st.data())
 def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     model, end = letting_go(random_model(seed, ops), seed), ops - 1
@@ -82,7 +83,7 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     )
 
 
-@settings(max_examples=300)
+@examples(80, 300)
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 40), in_flight=st.integers(1, 3))
 def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_flight):
     model, draw = letting_go(random_model(seed, ops, several_outputs=True), seed), random.Random(seed)

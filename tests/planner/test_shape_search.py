@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+from trials import examples
 
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
@@ -198,7 +199,7 @@ def requests(draw: st.DrawFn) -> ShapeRequest:
     )
 
 
-@settings(max_examples=200)
+@examples(80, 200)
 @given(requests())
 def test_equals_brute_force(request: ShapeRequest) -> None:
     each = {shape: BruteForce(request, shape) for shape in every_shape(request)}

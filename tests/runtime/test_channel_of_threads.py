@@ -7,8 +7,9 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from runs import threads
+from trials import examples
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
@@ -60,7 +61,7 @@ def floats(key: str, source: int, target: int, *shapes: tuple[int, ...]) -> Mess
     return Message(key=key, source=source, target=target, values=parts)
 
 
-@settings(max_examples=30)
+@examples(10, 30)
 @given(data=st.data(), ahead=st.integers(1, 4))
 def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject, ahead: int) -> None:
     sizes = st.lists(st.tuples(st.integers(0, 4)), min_size=1, max_size=3)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from small import simulated
+from trials import examples
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain
@@ -38,7 +39,7 @@ def placed_graphs(draw: st.DrawFn) -> tuple[StageGraph, tuple[int, ...]]:
     return dag(count, edges), tuple(number[rank] for rank in wished)
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(placed_graphs())
 def test_depth_is_the_most_different_ranks_of_any_path(case: tuple[StageGraph, tuple[int, ...]]) -> None:
     stages, placement = case

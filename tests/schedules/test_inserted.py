@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from refusals import refused
 from small import built, by_hand, simulated
+from trials import examples
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
@@ -257,7 +258,7 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         built("nowhere.py:order", 2, 2)
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(data=st.data())
 def test_any_declaration_gives_a_schedule_that_runs(data: st.DataObject) -> None:
     """Any anchor, stream and rhythm."""

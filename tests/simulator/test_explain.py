@@ -12,6 +12,7 @@ from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 from small import alike, built, simulated, whole_costs
+from trials import examples
 
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -229,7 +230,7 @@ def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
     assert "overhead" not in {*found.by_reason, *(p.kind for p in found.path)}
 
 
-@settings(max_examples=100)
+@examples(33, 100)
 @given(dag_cases(), st.integers(0, 1000), st.integers(0, 3), st.integers(1, 3))
 def test_laws_hold_for_random_graphs_and_times(case: Case, seed: int, latency_s: int, ahead: int) -> None:
     program, stages = lower(case.schedule, case.stages), case.stages
@@ -242,7 +243,7 @@ def test_laws_hold_for_random_graphs_and_times(case: Case, seed: int, latency_s:
     assert found.idle_s + busy_s == timeline.ranks * timeline.step_s
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(st.data())
 def test_laws_hold_for_disturbed_timelines(data: st.DataObject) -> None:
     """As measured: everything late by a little, clocks of ranks apart, sends not noted."""

@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 from refusals import refused
 from shared_links import random_cluster, treated, uneven
 from small import alike, changes
+from trials import examples
 
 from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import Kind
@@ -140,7 +141,7 @@ def held_by_hand(
     return held
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(dag_cases(), st.integers(0, 2**32))
 def test_residuals_of_random_programs_are_held_as_added_up_by_hand(case: Case, seed: int) -> None:
     empty = tuple(replace(c, value=replace(c.value, shape=(0,))) for c in case.stages.crossings)

@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from shared_links import nodes, random_cluster, treated_case
 from slow_simulator import Slow
+from trials import examples
 
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import equal_costs
@@ -45,7 +46,7 @@ def test_sums_for_owners_take_half_as_long(shared: Link | None) -> None:
         assert sum_times(simulate(program, stages, (cost,) * 4, where))["0REDUCE"] == (3.0, 3.0 + seconds)
 
 
-@settings(max_examples=80)
+@examples(26, 80)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
     dice = Random(seed)

@@ -174,8 +174,8 @@ def test_a_setting_that_is_refused_leaves_a_pale_picture(studio: Any) -> None:
 
 
 def test_large_pipelines_draw_what_is_visible_and_keys_go_through_them(studio: Any) -> None:
-    page = studio(s="1f1b", **{"-p": "64", "-m": "512"})
-    assert page.page.evaluate("shown.pictures[0].blocks.action.length") == 2 * 64 * 512
+    page = studio(s="1f1b", **{"-p": "32", "-m": "256"})
+    assert page.page.evaluate("shown.pictures[0].blocks.action.length") == 2 * 32 * 256
     assert page.page.evaluate("document.querySelectorAll('#timelines svg *').length") < 3000
     page.page.locator("#timelines").focus()
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):

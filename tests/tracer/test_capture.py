@@ -71,7 +71,7 @@ def test_names_and_gradients_are_those_of_the_module(name: str) -> None:
     assert {p.name for p in graph.parameters if p.trainable} == reached
 
 
-@pytest.mark.sampled("gpt")
+@pytest.mark.sampled("two_encoders")
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
     job = zoo.job(name)
@@ -112,7 +112,7 @@ def test_masks_and_rotary_tables_never_cross(name: str, stages: int) -> None:
 
 
 def test_random_ops_are_marked() -> None:
-    with_dropout = capture(zoo.with_dropout("gpt"), 2).graph
+    with_dropout = capture_of(zoo.with_dropout("gpt")).graph
     assert sum(op.random for op in with_dropout.ops) == 6  # attention and MLP of three blocks
     assert not any(op.random for op in graph_of("gpt").ops)
 
@@ -152,7 +152,6 @@ def copies_of(net: nn.Module, loss: nn.Module) -> Job:
 
 def test_parameters_that_nothing_trains_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     net, teacher = Plain(), nn.Linear(WIDTH, WIDTH)
-    capture(copies_of(net, nn.Softmax(1)), 2)
     net.blocks[0].register_forward_hook(lambda module, given, output: output + teacher(output.detach()))
     teacher.requires_grad_(False)
     capture(copies_of(net, nn.Softmax(1)), 2)

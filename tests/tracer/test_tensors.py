@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from trials import examples
 
 from pipeloom.ir.graph import Value
 from pipeloom.tracer.tensors import (
@@ -25,6 +26,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return part.permute(draw(st.permutations(range(part.ndim))))
 
 
+@examples(40, 100)
 @given(tensors())
 def test_a_copy_lies_as_the_tensor_without_gaps(tensor: Tensor) -> None:
     order = memory_order(tensor)

@@ -76,7 +76,7 @@ def test_compiled_modules() -> None:
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)
 
 
-@pytest.mark.sampled("t5-2")
+@pytest.mark.sampled("skips-2")
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_models_that_export_can_capture(name: str, stages: int) -> None:

@@ -125,7 +125,7 @@ BFLOAT = {"gpt": 1e-6, "convnet": 1e-6, "frozen": 1e-6, "bert": 1e-6, "gpt2": 1e
 gradients in bfloat16 and we in float32; Llama's grouped heads are summed in another order."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("frozen")
 @pytest.mark.parametrize("name", BFLOAT)
 def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
     job = zoo.job(name)
