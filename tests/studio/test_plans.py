@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from browser import needs_chromium
 from commands import figures
+from drawings import simulated_step
 from filelock import FileLock
-from simulated_steps import simulated_step
 from studio_page import running
 from tiny_run import prepare
 

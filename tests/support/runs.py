@@ -150,6 +150,16 @@ def cuttable(graph: OpGraph) -> list[list[str]]:
     return pieces
 
 
+def places(captured: Captured) -> list[str]:
+    """The ops that a cut assigns, in order."""
+    return [op.name for op in captured.graph.ops if not op.cheap]
+
+
+def split_at(captured: Captured, *cuts: int) -> dict[str, int]:
+    """Op -> stage, with cuts in front of these places."""
+    return {name: sum(at >= place for place in cuts) for at, name in enumerate(places(captured))}
+
+
 def even(graph: OpGraph, stages: int) -> dict[str, int]:
     """Ops to stages in order, about the same number of what can be cut in each; fewer where there are not so
     many."""

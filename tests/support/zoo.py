@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,13 +230,19 @@ class Counting(nn.Module):
         return fn.mse_loss(self.second(h.relu()) * self.scale, y)
 
 
+_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+}
+
+
 def gpt2(dropout: float = 0.0) -> nn.Module:
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(
-            n_layer=2,
-            n_embd=32,
-            n_head=4,
-            vocab_size=VOCABULARY,
+            **_SMALL,
             n_positions=64,
             use_cache=False,
             resid_pdrop=dropout,
@@ -246,15 +253,6 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
             loss_type="ForCausalLMLoss",
         )
     )
-
-
-_SMALL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": VOCABULARY,
-}
 
 
 def bert(dropout: float = 0.0) -> nn.Module:
@@ -283,9 +281,9 @@ def t5(dropout: float = 0.0) -> nn.Module:
     )
 
 
-def mixtral(dropout: float = 0.0) -> nn.Module:
-    more = {"num_key_value_heads": 2, "num_local_experts": 4, "attention_dropout": dropout}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_SMALL, **more, use_cache=False))
+def mixtral() -> nn.Module:
+    more = {"num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**_SMALL, **more))
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {
@@ -308,12 +306,9 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {
     "counting": (Counting, vector_batch),
 }
 
-DROPOUT: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {
-    "gpt": (lambda: GPT(dropout=0.2), token_batch),
-    "gpt2": (lambda: gpt2(0.2), token_batch),
-    "bert": (lambda: bert(0.2), token_batch),
-    "llama": (lambda: llama(0.2), token_batch),
-    "t5": (lambda: t5(0.2), token_batch),
+DROPOUT = {
+    name: (partial(make, dropout=0.2), token_batch)
+    for name, make in {"gpt": GPT, "gpt2": gpt2, "bert": bert, "llama": llama, "t5": t5}.items()
 }
 """The same with dropout, where the family has any."""
 

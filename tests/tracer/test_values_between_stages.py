@@ -13,11 +13,10 @@ import pytest
 import torch
 import zoo
 from batches import normal
-from cuts import ROWS, places, split_at
 from odd.case import images, job
 from odd.values import Attention, DroppingEncoder, Einsum, Encoder, Mixer, SharedHead, TurnedValues
 from parts import model_of, parts_of
-from runs import assert_same, capture_of, pipelined, plain, plan_for, threads
+from runs import assert_same, capture_of, pipelined, places, plain, plan_for, split_at, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, plan as make_plan
@@ -28,6 +27,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
 from pipeloom.runtime.channel import Channel
 
+ROWS = 2
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)
 PRODUCTS = [

@@ -6,11 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from cuts import split_at
 from odd import CASES
 from odd.case import Case, differences
 from odd.decisions import TorchCond
-from runs import Numbers, capture_of, even, pipelined, plain, plan_for, treated_plan
+from runs import Numbers, capture_of, even, pipelined, plain, plan_for, split_at, treated_plan
 
 from pipeloom.ir.errors import CaptureError
 from pipeloom.tracer.capture import capture

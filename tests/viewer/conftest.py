@@ -1,4 +1,4 @@
-"""Timelines to look at: one made by hand, and steps of 1F1B with transfers and memory."""
+"""A timeline to look at, and the page that shows it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 from drawings import computing
-from simulated_steps import simulated_step
 
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
 from pipeloom.viewer.html import write_report
 
 MiB = 1024**2
-
-
-@pytest.fixture(scope="session")
-def make_timeline() -> Callable[..., Timeline]:
-    return simulated_step
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from browser import Visit, needs_chromium
+from drawings import simulated_step
 
 from pipeloom.ir.explanation import Explanation, Idle, PathStep
 from pipeloom.ir.flow import dag
-from pipeloom.ir.timeline import Timeline
 from pipeloom.viewer.html import write_report
 from pipeloom.viewer.stage_graph import stage_edges
 from pipeloom.viewer.tables import StageRow
@@ -48,16 +48,14 @@ Open = Callable[..., Visit]
 
 
 @pytest.fixture(scope="module")
-def open_report(
-    browser: Any, make_timeline: Callable[..., Timeline], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Open]:
+def open_report(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     def visit(*, ranks: int = 5, mbs: int = 8, width: int = 1280, scheme: str = "light") -> Visit:
         path = tmp_path_factory.mktemp("report") / "report.html"
         write_report(
             path,
             title="a model",
-            predicted=make_timeline(ranks=ranks, mbs=mbs),
-            measured=make_timeline(ranks=ranks, mbs=mbs, source="measured", forward_s=0.011),
+            predicted=simulated_step(ranks=ranks, mbs=mbs),
+            measured=simulated_step(ranks=ranks, mbs=mbs, source="measured", forward_s=0.011),
             explanations=[EXPLANATION],
             stages=[StageRow(stage=s, rank=s, ops=9, parameters=1000) for s in range(ranks)],
             edges=stage_edges(dag(ranks, EDGES, value_bytes=1536, no_gradient=EDGES[:1])),
