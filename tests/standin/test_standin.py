@@ -11,14 +11,7 @@ import processes
 import pytest
 
 CASES = Path(__file__).parent / "cases"
-RULES = (
-    "check_order.py",
-    "check_memory.py",
-    "check_host.py",
-    "check_ops.py",
-    "check_group.py",
-    "check_transport.py",
-)
+RULES = ("check_device.py", "check_ops.py", "check_group.py", "check_transport.py")
 
 
 @pytest.mark.parametrize(

@@ -170,29 +170,6 @@ def test_decisions_that_only_one_stage_knows_are_refused() -> None:
         capture(job(Secretive), 2)
 
 
-def test_an_object_that_is_not_sent_says_whose_it_is() -> None:
-    class Holder:
-        def __init__(self, hidden: Tensor) -> None:
-            self.hidden = hidden
-
-    class Objects(Between):
-        class block(Deciding):
-            def forward(self, x: Tensor) -> Holder:
-                return Holder(super().forward(x))
-
-        def run(self, h: Tensor) -> Tensor:
-            for block in self.blocks:
-                h = block(h).hidden
-            return h
-
-    run(Objects, 1)
-    graph = capture_of(job(Objects)).graph
-    assert [op.name for op in graph.ops] == ["inlet", "blocks.0...head"]  # so no cut can need it
-    made = job(Objects, modules=[["inlet", "blocks.0"], ["blocks.1", "blocks.2", "head"]])
-    with pytest.raises(CutError, match="a tensor that blocks.0 neither returns nor keeps as an attribute"):
-        capture_of(made)
-
-
 def test_too_many_decisions_for_the_plan() -> None:
     value = Value(name="path:a", shape=(4,), dtype="float64")
     with pytest.raises(CutError, match="took 2 decisions and 1 calls between modules, the plan has room for"):

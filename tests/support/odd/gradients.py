@@ -19,11 +19,6 @@ def tripled(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if grad is None else grad * 3 for grad in grads)
 
 
-class HookOnParameter(Stack):
-    def prepare(self) -> None:
-        self.blocks[1].norm.weight.register_hook(lambda grad: grad * 3)
-
-
 class HookAfterAccumulating(Stack):
     def prepare(self) -> None:
         def tripled_in_place(param: Tensor) -> None:
@@ -101,14 +96,6 @@ class HookOnNode(Stack):
         h = self.blocks[0](h)
         if h.grad_fn is not None:
             h.grad_fn.register_hook(lambda inner, outer: tripled(inner))
-        return self.blocks[2](self.blocks[1](h))
-
-
-class HookOnSeveral(Stack):
-    def run(self, h: Tensor) -> Tensor:
-        h = self.blocks[0](h)
-        if h.requires_grad:
-            torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: None)
         return self.blocks[2](self.blocks[1](h))
 
 
@@ -292,13 +279,6 @@ OWN, INTO = "torch.autograd.Function", "into the forward of a module"
 
 CASES = [
     Case(
-        HookOnParameter,
-        DROPPED,
-        expect=r"refused: blocks\.1\.norm\.weight, by register_hook \(",
-        hint=OWN,
-        slow=True,
-    ),
-    Case(
         HookAfterAccumulating,
         DROPPED,
         expect=r"refused: blocks\.1\.norm\.weight, by register_post_accumulate_grad_hook \(",
@@ -320,13 +300,6 @@ CASES = [
     Case(SavedTensorsHooks, DROPPED, between="saved_tensors_hooks"),
     Case(HookOnTensor, "it ran on each rank", expect="refused: calls register_hook on a tensor", hint=INTO),
     Case(HookOnNode, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
-    Case(
-        HookOnSeveral,
-        DROPPED,
-        expect="refused: calls grad_fn on a tensor between modules",
-        hint=INTO,
-        slow=True,
-    ),
     Case(OwnGradient, "the gradient of the user's own function was lost in export", between="Signed"),
     Case(OwnGradientBetween, "an autograd function between modules", between="data", slow=True),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
