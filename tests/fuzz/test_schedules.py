@@ -28,7 +28,7 @@ from pipeloom.simulator.simulate import simulate
 CALM = [HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-SOME = examples(60, 1_500, suppress_health_check=CALM)
+SOME = examples(40, 1_500, suppress_health_check=CALM)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:

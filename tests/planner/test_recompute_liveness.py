@@ -10,12 +10,15 @@ from math import inf
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from random_stages import chain_model, random_model
+from random_ops import cluster_of, op_chain
+from random_stages import random_model
 from trials import examples
 
+from pipeloom.ir.profile import OpCost
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost import recompute_liveness
 from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.recompute_liveness import KEEP, OFFLOAD, RECOMPUTE, RecomputeLiveness
 from pipeloom.planner.stage_cost.stage_estimate import stage_liveness
 from pipeloom.planner.treatments.choose import treat_interval
@@ -114,8 +117,14 @@ None where nothing fits."""
 
 @pytest.mark.parametrize("ops", RUN_AGAIN)
 def test_checkpoints_of_a_chain(ops):
-    """Equal ops, one micro-batch in flight: few are kept, and the stretches between them get shorter."""
-    treat = partial(treat_interval, chain_model(ops), 0, ops, 0, in_flight=1)
+    """Equal ops that save what they make, one micro-batch in flight: few are kept, and the stretches between
+    them get shorter."""
+    graph, profile = op_chain([1.0] * ops, [100] * ops, weight=0)
+    cost = OpCost(forward_s=1.0, input_grad_s=1.0)
+    costs = {o.name: replace(cost, saves=(o.outputs[0].name,), passes=o.inputs) for o in graph.ops}
+    made = replace(profile, costs=costs)
+    model = CostModel(graph, [made], cluster_of([1 << 40]), CostOptions(microbatches=16))
+    treat = partial(treat_interval, model, 0, ops, 0, in_flight=1)
     free = treat(cap=inf)
     for cap, least in zip(np.arange(2000, free.peak_bytes, 800), RUN_AGAIN[ops], strict=True):
         found = treat(cap=cap)
@@ -123,7 +132,7 @@ def test_checkpoints_of_a_chain(ops):
         if found.fits:
             assert found.peak_bytes <= cap
             assert found.seconds == pytest.approx(free.seconds + least)
-            kept = [place for place in range(ops) if f"v{place}" not in found.treatments]
+            kept = [place for place in range(ops) if f"op{place}" not in found.treatments]
             stretches = np.diff([-1, *kept])
             assert (np.diff(stretches) <= 0).all(), kept
 

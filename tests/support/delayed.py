@@ -120,33 +120,39 @@ def delayed(
     job: Job,
     microbatches: int,
     *,
+    flushed: int = 0,
+    version: Callable[[int, str], int] = lambda index, name: max(index - 1, 0),
+    corrected: Callable[[str], bool] = lambda name: True,
     steps: int = STEPS,
     clip_norm: float | None = None,
     scheduler: Any = None,
-    flushed: int = 0,
     correction: float = 0.0,
 ) -> Trained:
-    """One process: each batch's gradient at the weights of one update before, applied to the newest."""
+    """One process: each batch's gradient at the weights of one update before, applied to the newest.
+
+    version: with how many updates batch `index` uses a parameter, once it is not flushed any more.
+    corrected: whose updates begin otherwise, see `pipeloom.ir.weights`.
+    """
     whole = runs.even_plan(job, 1, microbatches=microbatches)
     losses, norms = [], []
     made, alone = Options(keep_gradients=True), local_channels(1)[0]
     with runs.shared_captures(), Pipeline(job, whole, options=made, channel=alone) as pipeline:
-        params = pipeline.weights.params
-        optimizer = pipeline.weights.optimizer
+        params, optimizer = pipeline.weights.params, pipeline.weights.optimizer
+        assert optimizer is not None
         plan = scheduler(optimizer) if scheduler else None
         pipeline.weights.step = lambda: None  # type: ignore[method-assign]
-        newest = {n: p.detach().clone() for n, p in params.items()}
-        before = newest
+        versions = [{n: p.detach().clone() for n, p in params.items()}]
         for index in range(steps):
-            late = index > 0 and index >= flushed
+            late, newest, before = index >= max(flushed, 1), versions[-1], versions[-2:][0]
             for name, param in params.items():
-                param.data.copy_(before[name] if late else newest[name])
+                param.data.copy_(versions[version(index, name) if late else index][name])
             losses.append(pipeline.step(job.batch(index, 2 * microbatches)))
             grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
             pipeline.weights.discard_gradients()
-            begins = corrected_from(before, newest, correction) if late else newest
+            corrects = {name for name in params if late and corrected(name)}
             for name, param in params.items():
-                param.data.copy_(begins[name])
+                begins = torch.lerp(before[name], newest[name], 1 / (1 + correction))
+                param.data.copy_(begins if name in corrects else newest[name])
                 param.grad = grads.get(name)  # none of one that is frozen
             if clip_norm is not None:
                 squares = torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]).double().square()
@@ -155,60 +161,34 @@ def delayed(
                 if factor < 1.0:
                     for param in params.values():
                         param.grad.mul_(factor)
-            before = newest
             optimizer.step()
             if plan is not None:
                 plan.step()
-            newest = {n: p.detach().clone() for n, p in params.items()}
-            if late:
-                newest = {n: torch.lerp(made, before[n], -correction) for n, made in newest.items()}
+            for name in corrects:
+                params[name].data.lerp_(newest[name], -correction)
+            versions.append({n: p.detach().clone() for n, p in params.items()})
             for param in params.values():
                 param.grad = None
-    return Trained(losses, norms or [None] * steps, newest)
+    return Trained(losses, norms or [None] * steps, versions[-1])
 
 
-def corrected_from(
-    previous: dict[str, Tensor], newest: dict[str, Tensor], correction: float
-) -> dict[str, Tensor]:
-    """What a corrected update begins with, see `pipeloom.ir.weights`."""
-    return {n: torch.lerp(previous[n], tensor, 1 / (1 + correction)) for n, tensor in newest.items()}
-
-
-def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
+def stashed(job: Job, plan: Plan) -> Trained:
     """One process by the rule of PipeDream, with an update after each micro-batch: stage s of d (from 0) uses
     its own version of d - 1 - s updates before, the first one while there is none.
 
         W(t + 1) = optimizer(W(t), grad f(w_0(t - d + 1), w_1(t - d + 2), ..., w_(d-1)(t)))
     """
     assert plan.updates is not None and plan.updates.every == 1
-    correction, flushed = plan.delay_correction, plan.warm_up_with_flush
-    stages = plan.stage_graph(runs.capture_of(job, 2).graph)
+    stages, flushed = plan.stage_graph(runs.capture_of(job, 2).graph), plan.warm_up_with_flush
     late = {name: len(plan.stages) - 1 - s for s, names in enumerate(stages.params) for name in names}
-    corrected = {name for name, updates in late.items() if updates}
-    losses = []
-    with runs.shared_captures(), Pipeline(job, runs.even_plan(job, 1, microbatches=1)) as pipeline:
-        params, optimizer = pipeline.weights.params, pipeline.weights.optimizer
-        assert optimizer is not None
-        pipeline.weights.step = lambda: None  # type: ignore[method-assign]
-        made = [{n: p.detach().clone() for n, p in params.items()}]
-        for index in range(steps):
-            for name, param in params.items():
-                param.data.copy_(made[max(index - late[name], min(index, flushed))][name])
-            losses.append(pipeline.step(job.batch(index, 2)))
-            grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
-            pipeline.weights.discard_gradients()
-            corrects = corrected if index >= max(flushed, 1) else set()
-            begins = made[-1] | {
-                n: t for n, t in corrected_from(made[-2:][0], made[-1], correction).items() if n in corrects
-            }
-            for name, param in params.items():
-                param.grad = grads[name]
-                param.data.copy_(begins[name])
-            optimizer.step()
-            for name in corrects:
-                params[name].data.lerp_(made[-1][name], -correction)
-            made.append({n: p.detach().clone() for n, p in params.items()})
-    return Trained(losses, [None] * steps, made[-1])
+    return delayed(
+        job,
+        1,
+        flushed=flushed,
+        version=lambda index, name: max(index - late[name], flushed),
+        corrected=lambda name: late[name] > 0,
+        correction=plan.delay_correction,
+    )
 
 
 def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:

@@ -70,37 +70,8 @@ def random_model(
         buffers=(),
         loss=values[-1].name,
     )
-    options = CostOptions(microbatches=microbatches)
-    return _on_equal_devices(graph, costs, options, host_bytes_per_s, host_memory)
-
-
-def _on_equal_devices(
-    graph: OpGraph,
-    costs: dict[str, OpCost],
-    options: CostOptions,
-    host_bytes_per_s: float | None,
-    host_memory: int,
-) -> CostModel:
     profile = Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
     host = None if host_bytes_per_s is None else Link(bandwidth_bytes_per_s=host_bytes_per_s)
     device = Device(name="d", memory_bytes=1 << 40, host_link=host, host_memory_bytes=host_memory)
     cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=1e9))
-    return CostModel(graph, [profile] * 8, cluster, options)
-
-
-def chain_model(ops: int, *, host_bytes_per_s: float | None = None) -> CostModel:
-    """The same of a chain of equal ops, each of which saves its result, as the only one to read it does."""
-    made: list[Op] = []
-    costs: dict[str, OpCost] = {}
-    values = [Value(name="x", shape=(8,), dtype="float32")]
-    for index in range(ops):
-        out = Value(name=f"v{index}", shape=(100,), dtype="float32", needs_grad=True)
-        made.append(Op(name=out.name, target="aten.some.default", inputs=(values[-1].name,), outputs=(out,)))
-        values.append(out)
-        costs[out.name] = OpCost(
-            forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.0, saves=(out.name,), passes=(values[-2].name,)
-        )
-    graph = OpGraph(
-        name="chain", inputs=(values[0],), ops=tuple(made), parameters=(), buffers=(), loss=values[-1].name
-    )
-    return _on_equal_devices(graph, costs, CostOptions(microbatches=16), host_bytes_per_s, 0)
+    return CostModel(graph, [profile] * 8, cluster, CostOptions(microbatches=microbatches))

@@ -100,7 +100,7 @@ def draws_by_its_seed(case: Case) -> None:
     assert again[0] != again[1]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("case", "cut", "way"), list(runs()))
 def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way: str) -> None:
     """Losses, gradients, parameters, buffers and evaluation losses of two steps, in float64."""
@@ -115,7 +115,7 @@ def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way
         assert max(apart.values()) <= 1e-9, (apart, stage_of)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [

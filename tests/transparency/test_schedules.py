@@ -32,7 +32,7 @@ def one_process() -> Numbers:
     return plain(GPT, batches, 4, evaluate=batches)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_trains_and_evaluates_as_one_process(name: str) -> None:
     batches = [GPT.batch(0, 4)]
