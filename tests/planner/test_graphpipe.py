@@ -22,6 +22,7 @@ from branching_graphs import (
 )
 from hypothesis import given, strategies as st
 from layered import layered
+from random_ops import wired
 
 from pipeloom import plan_request
 from pipeloom.clusters.names import find_cluster
@@ -121,15 +122,11 @@ def test_small_graphs_are_cut_nearly_as_well_as_by_trying_all(seed):
 
 def towers_of(count: int, layers: int) -> Request:
     """Towers of equal ops, run in turn, and a join; messages take next to no time."""
-    graph, profile = random_graph(0, count * layers + 1, "chain")
     last = count * layers
     reads = [[i - count] if i >= count else [] for i in range(last)] + [list(range(last - count, last))]
-    inputs = [tuple(f"v{j}" for j in row) or ("x",) for row in reads]
-    ops = tuple(replace(op, inputs=row) for op, row in zip(graph.ops, inputs, strict=True))
-    graph = replace(graph, ops=ops)
-    cost = OpCost(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
-    costs = {op.name: replace(cost, saves=(op.outputs[0].name,)) for op in ops}
-    profile = replace(profile, graph=graph.fingerprint, costs=costs)
+    takes = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0}
+    costs = [OpCost(**takes, saves=(f"v{op}",)) for op in range(last + 1)]
+    graph, profile = wired(reads, [15] * len(reads), [10] * len(reads), costs)
     return request_for(graph, profile, 2 * count, bytes_per_s=1e9)
 
 

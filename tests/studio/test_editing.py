@@ -77,12 +77,7 @@ def test_a_deadlock_is_drawn_as_a_circle(studio: Any) -> None:
 def test_a_block_is_dragged_to_another_place(studio: Any) -> None:
     page = edited(studio, **{"-m": "4"})
     step = page.figures()["step_s"]
-    x, y = page.middle("0F2")
-    to_x, _ = page.middle("0B0")
-    page.page.mouse.move(x, y)
-    page.page.mouse.down()
-    page.page.mouse.move(to_x - 10, y, steps=4)
-    page.page.mouse.up()
+    page.drag("0F2", "0B0")
     page.drawn()
     row = page.page.get_by_label("row of rank 0").input_value()
     assert row == "0F0 0F1 0F2 0B0 0B1 0F3 0B2 0B3"
@@ -108,21 +103,13 @@ def test_an_order_of_the_library_is_recognised(studio: Any) -> None:
     assert "none of the library" in page.page.inner_text("#known")
 
 
-def saved(page: Any, name: str, folder: Path) -> Path:
-    with page.page.expect_download() as download:
-        page.page.get_by_role("button", name=name).click()
-    path = folder / download.value.suggested_filename
-    download.value.save_as(path)
-    return path
-
-
 def test_saved_files_are_read_by_the_commands(
     studio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = edited(studio, **{"-p": "3", "-m": "6"})
     for name, file in (("rows .txt", "mine.txt"), ("CSV for torch", "mine.csv"), ("recipe .py", "mine.py")):
-        assert saved(page, name, tmp_path).name == file
+        assert page.saved(name, tmp_path).name == file
     for file in ("mine.txt", "mine.csv"):
         assert "cannot block" in good("schedule", "check", file)
     page.set("-T", "0.5")
@@ -148,12 +135,12 @@ def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
 @pytest.mark.slow
 def test_drawings_are_saved_for_papers_and_perfetto(studio: Any, tmp_path: Path) -> None:
     page = studio(s="1f1b", **SMALL)
-    svg, pdf, png = (saved(page, form, tmp_path).read_bytes() for form in ("SVG", "PDF", "PNG"))
+    svg, pdf, png = (page.saved(form, tmp_path).read_bytes() for form in ("SVG", "PDF", "PNG"))
     assert svg.startswith(b"<svg ") and b"var(" not in svg and b"1f1b   step 12" in svg
     assert pdf.startswith(b"%PDF-1.4") and b"(1f1b   step 12" in pdf and pdf.rstrip().endswith(b"%%EOF")
     assert png[1:4] == b"PNG" and int.from_bytes(png[16:20]) == 2000
-    trace = saved(page, "Perfetto trace", tmp_path).read_text()
+    trace = page.saved("Perfetto trace", tmp_path).read_text()
     assert '"PP:1B2"' in trace
-    html = saved(page, "offline page", tmp_path).read_text()
+    html = page.saved("offline page", tmp_path).read_text()
     good(*f"schedule show 1f1b -p 2 -m 3 --html {tmp_path}/shown.html".split())
     assert html == (tmp_path / "shown.html").read_text()

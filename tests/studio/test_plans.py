@@ -43,7 +43,9 @@ def planned(page: Any, times: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServer, plan_file: Path) -> None:
+def test_cuts_are_moved_by_keys_and_undone(
+    studio: Any, plan_server: StudioServer, plan_file: Path, tmp_path: Path
+) -> None:
     page = studio(plan_server)
     first = planned(page, 1)
     assert first["step"] == pytest.approx(load_plan(plan_file).predicted_step_s, rel=0.02)
@@ -53,10 +55,7 @@ def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServe
     moved = planned(page, 2)
     assert moved["cuts"] == [first["cuts"][0] - 1] and moved["step"] != first["step"]
     assert "by hand" in page.page.inner_text("#plan-said")
-    with page.page.expect_download() as download:
-        page.page.get_by_role("button", name="Save plan").click()
-    saved = plan_file.with_name("moved.json")
-    download.value.save_as(saved)
+    saved = page.saved("Save plan", tmp_path)
     assert load_plan(saved).predicted_step_s == pytest.approx(moved["step"])
     page.page.get_by_role("button", name="Undo the cut").click()
     assert planned(page, 3)["cuts"] == first["cuts"]

@@ -52,18 +52,12 @@ def do(page: Any, verb: str, *words: str) -> None:
     elif verb == "press":
         page.page.get_by_role("button", name=words[0], exact=True).click()
     elif verb == "drag":
-        (x, y), (to_x, _) = page.middle(words[0]), page.middle(words[1])
-        page.page.mouse.move(x, y)
-        page.page.mouse.down()
-        page.page.mouse.move(to_x - 8, y, steps=4)
-        page.page.mouse.up()
+        page.drag(*words)
     elif verb == "write":
         page.page.get_by_label(f"row of rank {words[1]}").fill(words[0])
         page.wait_until(f"changes > {before}")
     elif verb == "save":
-        with page.page.expect_download() as download:
-            page.page.get_by_role("button", name=words[0]).click()
-        download.value.save_as(download.value.suggested_filename)
+        page.saved(words[0], Path())
     page.drawn()
 
 

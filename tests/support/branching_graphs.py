@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from random_ops import wired
+
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.planner.planners import PLANNERS, make_plan
@@ -48,43 +50,17 @@ def _grow(dice: random.Random, reads: Reads, heads: list[int], ops: int) -> list
 
 
 def random_graph(seed: int, ops: int, kind: str) -> tuple[OpGraph, Profile]:
-    """A graph with trainable ops of unequal times, in a world of bytes per second."""
+    """A graph with trainable ops of unequal times, each of which saves what it makes, in a world of bytes per
+    second."""
     dice = random.Random(seed)
     reads = reads_of(dice, ops, kind)
-    values = [
-        Value(name=f"v{i}", shape=(dice.randint(1, 30),), dtype="float32", needs_grad=True)
-        for i in range(ops)
-    ]
-    made = tuple(
-        Op(
-            name=f"op{i}",
-            target="aten.some.default",
-            inputs=tuple(f"v{j}" for j in reads[i]) or ("x",),
-            outputs=(values[i],),
-            params=(f"p{i}",),
-        )
-        for i in range(ops)
-    )
-    graph = OpGraph(
-        name=f"{kind} {seed}",
-        inputs=(Value(name="x", shape=(4,), dtype="float32"),),
-        ops=made,
-        parameters=tuple(
-            Parameter(name=f"p{i}", shape=(dice.randint(1, 20),), dtype="float32") for i in range(ops)
-        ),
-        buffers=(),
-        loss=f"v{ops - 1}",
-    )
-    costs = {
-        op.name: OpCost(
-            forward_s=dice.randint(1, 9),
-            input_grad_s=dice.randint(1, 9),
-            weight_grad_s=dice.randint(1, 9),
-            saves=(op.outputs[0].name,),
-        )
-        for op in made
-    }
-    return graph, Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
+    sizes, weights = ([dice.randint(1, most) for _ in range(ops)] for most in (30, 20))
+
+    def cost(op: int) -> OpCost:
+        forward, back, weight = (dice.randint(1, 9) for _ in "FIW")
+        return OpCost(forward_s=forward, input_grad_s=back, weight_grad_s=weight, saves=(f"v{op}",))
+
+    return wired(reads, sizes, weights, [cost(op) for op in range(ops)], name=f"{kind} {seed}")
 
 
 def cluster_of(stages: int, memory: int = 1 << 40, bytes_per_s: float = 100.0) -> Cluster:

@@ -18,6 +18,49 @@ from pipeloom.planner.stage_cost.peak_memory import CostOptions
 Draw = Callable[[Any], Any]
 
 
+def wired(
+    reads: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    costs: Sequence[OpCost],
+    *,
+    name: str = "wired",
+    device: str = "d",
+    modules: Sequence[str] = (),
+    x: tuple[int, ...] = (4,),
+    tied: bool = False,
+) -> tuple[OpGraph, Profile]:
+    """Ops that read earlier ones, or the input, and make v0, v1, ...; each has a weight.
+
+    sizes, weights: how many numbers.  x: shape of the input.  tied: the last op has the first one's weight.
+    """
+    count = len(reads)
+    owned = [f"w{0 if tied and k == count - 1 else k}" for k in range(count)]
+    ops = tuple(
+        Op(
+            name=f"op{k}",
+            target="aten.linear.default",
+            inputs=tuple(f"v{j}" for j in reads[k]) or ("x",),
+            outputs=(Value(name=f"v{k}", shape=(sizes[k],), dtype="float32", needs_grad=True),),
+            params=(owned[k],),
+            module=modules[k] if modules else "",
+        )
+        for k in range(count)
+    )
+    graph = OpGraph(
+        name=name,
+        inputs=(Value(name="x", shape=x, dtype="float32"),),
+        ops=ops,
+        parameters=tuple(
+            Parameter(name=n, shape=(weights[int(n[1:])],), dtype="float32") for n in dict.fromkeys(owned)
+        ),
+        buffers=(),
+        loss=f"v{count - 1}",
+    )
+    each = {op.name: cost for op, cost in zip(ops, costs, strict=True)}
+    return graph, Profile(device=device, source="hand", graph=graph.fingerprint, batch=(), costs=each)
+
+
 def op_chain(
     seconds: Sequence[float],
     sizes: Sequence[int] = (),
@@ -25,43 +68,22 @@ def op_chain(
     weight: int = 10,
     back: float = 0.0,
     device: str = "cpu",
-    modules: Sequence[str] = (),
     x: tuple[int, ...] = (10,),
-    tied: bool = False,
+    **more: Any,
 ) -> tuple[OpGraph, Profile]:
-    """x -> op0 -> op1 ...; each has a weight and saves its input.
+    """x -> op0 -> op1 ...; each saves its input.
 
     sizes: numbers in each result, 10 by default.  weight: numbers in each weight.  back: I and W of an op
-    take so many times its forward.  x: the shape of the input.  tied: the last op has the first one's weight.
+    take so many times its forward.  more: as of `wired`.
     """
-    ops, costs, source = [], {}, "x"
-    for k, (s, size) in enumerate(zip(seconds, sizes or (10,) * len(seconds), strict=True)):
-        out = Value(name=f"v{k}", shape=(size,), dtype="float32", needs_grad=True)
-        weight_name = "w0" if tied and k == len(seconds) - 1 else f"w{k}"
-        ops.append(
-            Op(
-                name=f"op{k}",
-                target="aten.linear.default",
-                inputs=(source,),
-                outputs=(out,),
-                params=(weight_name,),
-                module=modules[k] if modules else "",
-            )
-        )
-        costs[f"op{k}"] = OpCost(
-            forward_s=float(s), input_grad_s=back * s, weight_grad_s=back * s, saves=(source,)
-        )
-        source = out.name
-    names = sorted({name for op in ops for name in op.params})
-    graph = OpGraph(
-        name="chain",
-        inputs=(Value(name="x", shape=x, dtype="float32"),),
-        ops=tuple(ops),
-        parameters=tuple(Parameter(name=name, shape=(weight,), dtype="float32") for name in names),
-        buffers=(),
-        loss=source,
-    )
-    return graph, Profile(device=device, source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+    count, takes = len(seconds), zip(seconds, ("x", *(f"v{k}" for k in range(len(seconds)))), strict=False)
+    costs = [
+        OpCost(forward_s=float(s), input_grad_s=back * s, weight_grad_s=back * s, saves=(source,))
+        for s, source in takes
+    ]
+    reads = [[k - 1] if k else [] for k in range(count)]
+    sizes, weights = sizes or (10,) * count, (weight,) * count
+    return wired(reads, sizes, weights, costs, name="chain", device=device, x=x, **more)
 
 
 def op_graph(draw: Draw, ops: int) -> OpGraph:

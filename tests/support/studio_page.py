@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.parse import urlencode
@@ -68,6 +69,22 @@ class Studio(Visit):
 
     def picture(self) -> str:
         return str(self.page.inner_html("#timelines svg"))
+
+    def drag(self, action: str, before: str) -> None:
+        """A block to the place in front of another one."""
+        (x, y), (to_x, _) = self.middle(action), self.middle(before)
+        self.page.mouse.move(x, y)
+        self.page.mouse.down()
+        self.page.mouse.move(to_x - 8, y, steps=4)
+        self.page.mouse.up()
+
+    def saved(self, name: str, folder: Path) -> Path:
+        """What the button of that name downloads."""
+        with self.page.expect_download() as download:
+            self.page.get_by_role("button", name=name).click()
+        path = folder / download.value.suggested_filename
+        download.value.save_as(path)
+        return path
 
     def command(self) -> Sequence[str]:
         """What the page says the command is, without the program's name."""
