@@ -77,7 +77,7 @@ QUICK = ("gpt",)
 FAMILIES = (*QUICK, *zoo.FAMILIES)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_of_families_with_any_treatments(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)

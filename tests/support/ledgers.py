@@ -16,14 +16,11 @@ from pipeloom import Job, Pipeline, forecast, planning
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import static_memory
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.treatments.choose import Evaluation, treat_interval
 from pipeloom.runtime import channel as posting
 from pipeloom.runtime.transport import CompletedTransfer, GlooTransport, PendingTransfer
 from pipeloom.schedules import registry
@@ -70,18 +67,9 @@ def calm(graph: OpGraph, stages: int) -> dict[str, int]:
     return {op.name: sum(c <= place for c in cuts) - 1 for place, op in enumerate(model.readers.ops)}
 
 
-def compare(
-    job: Job,
-    stages: int,
-    schedule: str,
-    *,
-    share: float | None = None,
-    ahead: bool = False,
-) -> list[Peaks]:
+def compare(job: Job, stages: int, schedule: str) -> list[Peaks]:
     """Run two steps on threads; one entry per stage.
 
-    share: residuals are recomputed until each stage needs no more than this between the least that the
-    optimisation reaches (0) and all it needs (1).  ahead: in an action of its own.
     Of a schedule that splits its backwards the peaks are those of the simulated step.
     """
     captured = capture_of(job, SIZE)
@@ -91,15 +79,7 @@ def compare(
 
     model, cut = model_of(graph, stages), plan.stage_graph(graph)
     in_flight = registry.in_flight(plan.as_schedule)
-    treatments: list[dict[str, Treatment]] = [{} for _ in range(stages)]
-    if share is not None:
-        treatments = [_recomputed(model, cut, stage, q, share) for stage, q in enumerate(in_flight)]
-    policy = MemoryPolicy(stages=tuple(treatments), ahead=tuple(range(stages)) if ahead else ())
-    plan = replace(plan, memory=policy)
-    parts = [
-        estimate_stage(model, cut, stage, given).plan(q, ahead=ahead)
-        for stage, (q, given) in enumerate(zip(in_flight, treatments, strict=True))
-    ]
+    parts = [estimate_stage(model, cut, stage).plan(q) for stage, q in enumerate(in_flight)]
     predicted = [part.memory for part in parts]
     if any(action.kind == W for row in plan.as_schedule.rows for action in row):
         predicted = _simulated(model, cut, plan, parts)
@@ -127,24 +107,3 @@ def _simulated(
         sizes["buffers"] += sizes.pop("batch")
         found.append(StageMemory(**sizes))
     return found
-
-
-def _recomputed(
-    model: CostModel, cut: StageGraph, stage: int, in_flight: int, share: float
-) -> dict[str, Treatment]:
-    """What to recompute of a stage."""
-    place = model.positions(cut, stage)
-    start, end = place[0], place[-1] + 1
-    assert end - start == len(place)
-
-    def under(cap: float) -> Evaluation:
-        return treat_interval(
-            model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",)
-        )
-
-    most = under(inf).peak_bytes
-    footprint = model.stage_footprint(cut, stage)
-    static = sum(static_memory(footprint, model.options, in_flight).values())
-    least = under(float(static + footprint.step)).peak_bytes
-    caps = [least + step * (most - least) for step in (share, (1 + share) / 2, 1.0)]
-    return dict(next(found for cap in caps if (found := under(cap)).fits).treatments)
