@@ -1,4 +1,4 @@
-"""Operations that a user declares run at their places, with ranks as threads; and pairs run as written."""
+"""Operations that a user declares run at their places, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -150,18 +150,6 @@ def test_what_a_handler_begins_is_waited_for_where_it_is_needed() -> None:
     assert verify(JOB, plan_for(recipe, stages=1, microbatches=3)).passed
     expected = "begin 0, begin 1, wait 0, done 0, begin 2, wait 1, done 1, wait 2, done 2"
     assert ", ".join(order) == expected
-
-
-def test_pairs_run_as_written() -> None:
-    """F of one micro-batch with B of another: the numbers are those of one process."""
-
-    def paired(s: Shape) -> Recipe:
-        rows = phases(s, warm_up=lambda rank: 2 * (s.ranks - 1 - rank), repeat="FB", kinds="FB")
-        return Recipe(rows=rows, together=lambda a, b: (a.kind, b.kind) == (F, B))
-
-    plan = plan_for(paired, stages=3, microbatches=6)
-    assert plan.schedule_rows[1].startswith("1F0 1F1 1F2&1B0 1F3&1B1") and plan.as_schedule.pairs
-    assert verify(JOB, plan).passed
 
 
 def test_the_example_is_verified() -> None:

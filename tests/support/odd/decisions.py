@@ -87,14 +87,14 @@ class ItemLoop(nn.Module):
         return {"loss": F.cross_entropy(self.head(x), y)}
 
 
-class Experts(nn.Module):
-    def __init__(self, count: int = 3) -> None:
+class Routed(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, count)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
-        self.balance = torch.zeros(())
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """With its shares."""
         shares = self.router(x).softmax(-1)
         best = shares.argmax(-1)
         out = torch.zeros_like(x)
@@ -102,8 +102,18 @@ class Experts(nn.Module):
             chosen = (best == index).nonzero().squeeze(-1)
             if len(chosen):
                 out[chosen] = expert(x[chosen]) * shares[chosen, index, None]
+        return x + out, shares
+
+
+class Experts(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shares = self.routed(x)
         self.balance = shares.mean(0).square().sum()
-        return x + out
+        return x
 
 
 class MixtureOfExperts(nn.Module):
@@ -336,25 +346,14 @@ class LeftInAList(Between):
         return self.blocks[2](h)
 
 
-class RoutesBetween(nn.Module):
+class RoutesBetween(Routed):
     def __init__(self) -> None:
         super().__init__()
-        self.first = Block()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = Block()
+        self.first, self.last = Block(), Block()
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = self.first(x)
-        shares = self.router(h).softmax(-1)
-        best = shares.argmax(-1)
-        out = torch.zeros_like(h)
-        for index, expert in enumerate(self.experts):
-            chosen = (best == index).nonzero().squeeze(-1)
-            if len(chosen):
-                out[chosen] = expert(h[chosen]) * shares[chosen, index, None]
-        return {"loss": F.cross_entropy(self.head(self.last(h + out)), y)}
+        return {"loss": F.cross_entropy(self.head(self.last(self.routed(self.first(x))[0])), y)}
 
 
 class Branches(nn.Module):
@@ -429,11 +428,6 @@ class OutputsOnly(Stack):
 def scaled_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     loss = F.cross_entropy(outputs, batch["y"])
     return loss * (1 + loss.item())
-
-
-class Scaled(Stack):
-    def run(self, h: Tensor) -> Tensor:
-        return super().run(h) * h.abs().mean().item()
 
 
 class Positions(Stack):
@@ -619,7 +613,6 @@ CASES = [
         loss=scaled_loss,
         cuts=(2, 3),
     ),
-    Case(Scaled, "what export refuses did not say where it stands", between=LINE, slow=True),
     Case(Positions, "sizes that nothing is decided on ended in a traceback", between=LINE, cuts=(2, 3)),
     Case(Decides, "what export refuses did not say where it stands", between=LINE, slow=True),
     Case(Looks, "a number that is only looked at was an obstacle"),
