@@ -14,13 +14,9 @@ from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_s
 from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 
 
-def towers(count: int, layers: int, *, join: int = 0) -> list[tuple[int, int]]:
-    """Edges of so many towers, one after the other numbered, and of `join` pieces behind all of them."""
-    edges = [(t * layers + k, t * layers + k + 1) for t in range(count) for k in range(layers - 1)]
-    last = [t * layers + layers - 1 for t in range(count)]
-    first = count * layers
-    edges += [(end, first) for end in last if join]
-    return edges + [(first + k, first + k + 1) for k in range(join - 1)]
+def towers(count: int, layers: int) -> list[tuple[int, int]]:
+    """Edges of so many towers, one after the other numbered."""
+    return [(t * layers + k, t * layers + k + 1) for t in range(count) for k in range(layers - 1)]
 
 
 @st.composite

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from every_schedule import gpt_job
 from runs import capture_of
-from torch.optim import AdamW
 
 from pipeloom import Job, planning, verify
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.train.model import GPT
 
 MiB = 2**20
 
 
-@cache
-def larger_job() -> Job:
-    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-        text = torch.randint(256, (rows, 257), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
-
-    return Job(model=lambda: GPT(layers=8, width=512, heads=8, context=256), batch=batch, optimizer=AdamW)
+LARGER = replace(
+    gpt_job(layers=8, width=512, heads=8, context=256, dtype=torch.float32), optimizer=torch.optim.AdamW
+)
 
 
 def planned(
     schedule: str,
     memory: str,
-    job: Job | None = None,
+    job: Job = LARGER,
     where: str = "4 x a100-40",
     rows: int = 4,
     **how: object,
 ) -> Plan:
     """Without advice where nothing fits, which takes long to find."""
-    job, devices = job or larger_job(), find_cluster(where)
+    devices = find_cluster(where)
     what = {"ranks": len(devices.devices), "schedule": schedule, "cluster": devices, "memory": memory}
     request = planning.make_request(**{"microbatches": 8} | what | how)  # type: ignore[arg-type]
     model = planning.captured_model(job, rows, devices, captured=capture_of(job, rows))

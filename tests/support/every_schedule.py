@@ -14,23 +14,23 @@ from pipeloom.planner.placement import layout_of, stages_for
 from pipeloom.schedules import registry
 from pipeloom.train.model import GPT
 
-CONTEXT = 16
 SYNCHRONOUS = tuple(
     name for name in registry.names() if not registry.entry(name).lacks and name != "forward_only"
 )
 LACKING = tuple(name for name in registry.names() if registry.entry(name).lacks)
 
 
-def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    text = torch.randint(256, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
-
-
-def gpt_job(*, layers: int = 1, width: int = 16, dtype: torch.dtype = torch.float64) -> Job:
+def gpt_job(
+    *, layers: int = 1, width: int = 16, heads: int = 2, context: int = 16, dtype: torch.dtype = torch.float64
+) -> Job:
     """The default model, small; its head is tied to its embedding."""
 
     def model() -> torch.nn.Module:
-        return GPT(layers=layers, width=width, heads=2, context=CONTEXT).to(dtype)
+        return GPT(layers=layers, width=width, heads=heads, context=context).to(dtype)
+
+    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+        text = torch.randint(256, (rows, context + 1), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
 
     return Job(name="small GPT", model=model, batch=batch, optimizer=sgd)
 

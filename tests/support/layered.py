@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 
+DTYPE, WORDS = "bfloat16", 32_000
 
-def layered(
-    layers: int,
-    *,
-    hidden: int = 1024,
-    length: int = 512,
-    rows: int = 4,
-    dtype: str = "bfloat16",
-    vocabulary: int = 32_000,
-) -> OpGraph:
+
+def layered(layers: int, *, hidden: int = 1024, length: int = 512, rows: int = 4) -> OpGraph:
     """A graph of 4 + 12 * layers ops, named as a captured Llama's would be."""
-    made = _Making(hidden, length, rows, dtype)
-    x = made.op("embed", "aten.embedding.default", ["ids"], hidden, "embed", weight=(vocabulary, hidden))
+    made = _Making(hidden, length, rows)
+    x = made.op("embed", "aten.embedding.default", ["ids"], hidden, "embed", weight=(WORDS, hidden))
     for k in range(layers):
         x = made.layer(x, f"layers.{k}")
     x = made.op("norm", "aten.rms_norm.default", [x], hidden, "norm", weight=(hidden,))
-    x = made.op("head", "aten.linear.default", [x], vocabulary, "head", weight=(vocabulary, hidden))
+    x = made.op("head", "aten.linear.default", [x], WORDS, "head", weight=(WORDS, hidden))
     made.op("loss", "aten.nll_loss_forward.default", [x], 0, "")
     ids = Value(name="ids", shape=(rows, length), dtype="int64")
     return OpGraph(
@@ -34,8 +28,8 @@ def layered(
 
 
 class _Making:
-    def __init__(self, hidden: int, length: int, rows: int, dtype: str) -> None:
-        self.hidden, self.length, self.rows, self.dtype = hidden, length, rows, dtype
+    def __init__(self, hidden: int, length: int, rows: int) -> None:
+        self.hidden, self.length, self.rows = hidden, length, rows
         self.ops: list[Op] = []
         self.parameters: list[Parameter] = []
 
@@ -50,11 +44,11 @@ class _Making:
         weight: tuple[int, ...] = (),
     ) -> str:
         shape = (self.rows, self.length, width) if width else ()
-        value = Value(name=name, shape=shape, dtype=self.dtype if width else "float32", needs_grad=True)
+        value = Value(name=name, shape=shape, dtype=DTYPE if width else "float32", needs_grad=True)
         params: tuple[str, ...] = ()
         if weight:
             params = (f"{module}.weight",)
-            self.parameters.append(Parameter(name=params[0], shape=weight, dtype=self.dtype))
+            self.parameters.append(Parameter(name=params[0], shape=weight, dtype=DTYPE))
         self.ops.append(
             Op(name=name, target=target, inputs=tuple(inputs), outputs=(value,), params=params, module=module)
         )

@@ -149,11 +149,11 @@ class Cut:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, graph: OpGraph, *, most: int = 4) -> Cut:
+def cuts(draw: st.DrawFn, graph: OpGraph) -> Cut:
     """Any cut whose stages form a DAG: their ops need not be neighbours in the list of ops."""
     blocks = _blocks(graph)
     order = _random_order(draw, blocks)
-    count = draw(st.integers(1, min(most, len(order))), label="stages")
+    count = draw(st.integers(1, min(4, len(order))), label="stages")
     ends = sorted(draw(st.permutations(range(1, len(order))), label="ends")[: count - 1])
     names = draw(st.permutations(range(count)), label="names of stages")
     stage_of = {

@@ -22,9 +22,7 @@ from pipeloom.tracer.stage.functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
 
 
-def all_away(
-    job: Job, stages: int, *, ahead: tuple[int, ...] = (), autocast: torch.dtype | None = None, **how: object
-) -> Plan:
+def all_away(job: Job, stages: int, *, autocast: torch.dtype | None = None, **how: object) -> Plan:
     """Every second residual offloaded, every other one recomputed where it can be."""
     captured = capture_of(job, 2, autocast=autocast)
     stage_of = even(captured.graph, stages)
@@ -36,8 +34,7 @@ def all_away(
                 for place, (name, residual) in enumerate(stage_residuals(captured, graph, s).items())
             }
             for s in range(stages)
-        ),
-        ahead=ahead,
+        )
     )
     return replace(plan_for(captured, stage_of, microbatches=4, **how), memory=policy)  # type: ignore[arg-type]
 

@@ -64,7 +64,7 @@ def test_sources_add_up_and_are_sorted() -> None:
     ]
 
 
-def path(*words: str, seconds: float = 1.0) -> list[PathStep]:
+def path(*words: str) -> list[PathStep]:
     """`1F0` is the forward on rank 1; `1>2` a message; `!1B0` overhead before it."""
     found = []
     for i, word in enumerate(words):
@@ -79,8 +79,8 @@ def path(*words: str, seconds: float = 1.0) -> list[PathStep]:
                 kind=kind,
                 rank=rank,
                 action=action,
-                start_s=i * seconds,
-                end_s=(i + 1) * seconds,  # type: ignore[arg-type]
+                start_s=float(i),
+                end_s=i + 1.0,  # type: ignore[arg-type]
                 to_rank=to_rank,
             )
         )
