@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ class Shares(Net):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return super().forward(x * self.some, scale=self.all.mean())
+
+
+class Attributes(Net):
+    """Its outputs are attributes, as of a dataclass."""
+
+    def forward(self, x: Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(**super().forward(x))
 
 
 class Plain(Net):
@@ -157,6 +165,14 @@ def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
         torch.testing.assert_close(outputs["logits"], expected["logits"].detach())
         torch.testing.assert_close(outputs["hidden"], expected["hidden"].detach())
         assert loss == pytest.approx(float(of_named(expected, named()).detach()))
+
+
+def test_outputs_may_be_attributes() -> None:
+    def loss(outputs: SimpleNamespace, batch: Mapping[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits, batch["y"])
+
+    for _, outputs in on_two_ranks(lambda pipe: pipe.outputs(named()), net(Attributes), named(), loss=loss):
+        assert outputs.keys() == {"logits", "hidden"}
 
 
 def test_training_goes_on_after_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

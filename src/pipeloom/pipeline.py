@@ -421,7 +421,8 @@ class Pipeline:
 
         batch: as `step` takes it.
         Returns: the loss, and by name the outputs that have a row for each of the batch and depend on
-            parameters, on the CPU: the keys of a dictionary, "0", "1" of a tuple, "output" if there is one.
+            parameters, on the CPU: the keys of a dictionary, "0", "1" of a tuple, an object's attributes,
+            "output" if there is one.
         Raises: as `evaluate`; CaptureError too for a model that is cut between its modules.
         """
         loss = self._evaluate(batch, self.with_outputs)

@@ -147,14 +147,16 @@ def _not_taken(
 
 
 def named_outputs(outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors among a model's outputs that have a row for each of the batch, by their keys or numbers;
-    one tensor alone is called "output". What is nested deeper, such as a cache, is left out."""
+    """The tensors among a model's outputs that have a row for each of the batch, by their keys, numbers or
+    attributes; one tensor alone is called "output". What is nested deeper, such as a cache, is left out."""
     if isinstance(outputs, Tensor):
         named: dict[str, Any] = {"output": outputs}
     elif isinstance(outputs, Mapping):
         named = dict(outputs)
-    else:
+    elif isinstance(outputs, Sequence):
         named = {str(number): value for number, value in enumerate(outputs)}
+    else:
+        named = dict(getattr(outputs, "__dict__", {}))
     rows = len(next(iter(batch.values())))
     return {n: t for n, t in named.items() if isinstance(t, Tensor) and t.ndim and len(t) == rows}
 
