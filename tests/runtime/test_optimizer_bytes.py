@@ -257,6 +257,7 @@ def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
         (lambda params: Holds(), "Holds"),
         (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
         (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),
+        (lambda params: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), "given"),
     ],
 )
 def test_what_is_no_optimizer_is_refused(make: Make, word: str) -> None:

@@ -71,7 +71,7 @@ def make_checked(
 
     rows: of those that are parts of one, by their names. The optimizer is made with one part of each, under
     the name of the whole; the other parts join the group that this one has got.
-    Raises: PlanError with the optimizer's own words if it refuses them, or if two optimizers step one.
+    Raises: PlanError with the optimizer's own words if it refuses them, or if it steps others, or one twice.
     """
     # A job's function puts parameters into groups by the names that the model has. So it is called once per
     # number of a part, and what it does with A is done with each part of A:
@@ -100,10 +100,16 @@ def make_checked(
     owner: dict[int, Optimizer] = {}
     for part in optimizers_of(optimizer):
         for param in (p for group in part.param_groups for p in group["params"]):
+            if id(param) not in names:
+                raise PlanError(
+                    f"{type(part).__name__} steps a parameter of shape {list(param.shape)} that Job.optimizer "
+                    "was not given",
+                    hint="make it of the parameters that the function gets, which are copies of the model's",
+                )
             if owner.setdefault(id(param), part) is not part:
                 raise PlanError(
                     f"{type(part).__name__} and {type(owner[id(param)]).__name__} both step "
-                    f"{names.get(id(param), 'a parameter')}",
+                    f"{names[id(param)]}",
                     hint="give each parameter to one optimizer",
                 )
     return optimizer
