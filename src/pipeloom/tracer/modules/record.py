@@ -182,7 +182,7 @@ class CallEffects(LiveBytes):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.drew = self.drew or call_draws(func, args, kwargs or {})
-        if "batch_norm" in str(func) and "backward" not in str(func):
+        if "batch_norm" in str(func) and "backward" not in str(func) and args[5:6] != (False,):  # training
             self.written |= storage_ids(tensors_of(args[3:5]))
         self.written |= storage_ids(tensors_of(written_by(func, args, kwargs or {})))
         return result
