@@ -32,7 +32,7 @@ def mixed_precision(dtype: torch.dtype | None, device: str) -> Autocast | None:
     """
     if dtype not in (None, torch.bfloat16):
         raise ConfigError(
-            f"autocast is {dtype!r}: mixed precision is bfloat16 only, as nothing scales the loss for float16",
+            f"autocast is {dtype!r}; mixed precision is bfloat16 only: nothing scales the loss for float16",
             hint="use torch.bfloat16, which has the range of float32, or None",
         )
     return None if dtype is None else Autocast(dtype, torch.device(device).type)

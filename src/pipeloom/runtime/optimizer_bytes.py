@@ -102,8 +102,8 @@ def make_checked(
         for param in (p for group in part.param_groups for p in group["params"]):
             if id(param) not in names:
                 raise PlanError(
-                    f"{type(part).__name__} steps a parameter of shape {list(param.shape)} that Job.optimizer "
-                    "was not given",
+                    f"{type(part).__name__} steps a parameter of shape {list(param.shape)} that "
+                    "Job.optimizer was not given",
                     hint="make it of the parameters that the function gets, which are copies of the model's",
                 )
             if owner.setdefault(id(param), part) is not part:
