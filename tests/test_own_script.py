@@ -379,6 +379,16 @@ def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
         run_threads(2, rank)
 
 
+def test_ranks_with_other_settings_are_refused() -> None:
+    def rank(number: int, channel: Any) -> None:
+        kept = {"example": named(), "loss": of_named, "channel": channel}
+        pipeloom.Pipeline(NET, plan, **kept, clip_norm=1.0 + number)
+
+    plan = pipeloom.plan(job_of(NET, named(), loss=of_named)[0], **TWO)
+    with pytest.raises(ConfigError, match="clip_norm"):
+        run_threads(2, rank)
+
+
 @pytest.mark.parametrize("example", [None, {"x": torch.ones(4), "a": "b"}, (), torch.tensor(1.0)])
 def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
     with pytest.raises(BatchError):

@@ -40,6 +40,7 @@ from .pipeline_request import (
     pipeline_settings,
     plan_on_rank_0,
     refuse_parts_of_job,
+    require_same_settings,
     require_same_weights,
 )
 from .rank_stages import RankStages, StageVariants
@@ -47,7 +48,7 @@ from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
-from .runtime.batches import agree_on_shapes, read_loss
+from .runtime.batches import agree_on_batch, read_loss
 from .runtime.channel import Channel
 from .runtime.checkpoint import SafetensorsFolder, TrainState, find_weights, write_weights
 from .runtime.first_batch import FirstBatches
@@ -169,6 +170,7 @@ class Pipeline:
         with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
             ended.push(self)
             self.watch.check()
+            require_same_settings(self.watch, asked, self._form.rows)
             if isinstance(model, nn.Module):
                 require_same_weights(self.watch, model, self.options.timeout_s)
             rank_stages = self._cut_model(captured)
@@ -286,6 +288,7 @@ class Pipeline:
             seed=options.seed,
             training=self.training,
             tensors=self._form.tensors if self._first is None else dict,
+            everywhere=self._first is None,
         )
         self.record = StepRecord(
             channel=self.channel,
@@ -441,7 +444,7 @@ class Pipeline:
         self._run.drain()
         with self._run.call("an evaluation", refuses=(BatchError, CaptureError, CutError)):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
-            agree = partial(agree_on_shapes, self.channel)
+            agree = partial(agree_on_batch, self.channel)
             part, size = self.batches.take(batch, step=self.steps_done, variants=variants, agree=agree)
             self.ledger.set("batch", size)
         with self._run.call("an evaluation"):

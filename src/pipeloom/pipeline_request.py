@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import dataclass, fields, replace
@@ -29,6 +30,7 @@ _log = logging.getLogger("pipeloom")
 
 OF_PLAN = {one.name for one in fields(PlanSettings)}
 OF_RUN = {one.name for one in fields(Options)}
+CHANGE_NUMBERS = ("seed", "clip_norm", "autocast", "master_weights", "accumulate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,22 @@ def plan_on_rank_0(
         return plan
 
     return make() if ranks is None else result_of_rank_0(ranks, make), captured
+
+
+def require_same_settings(watch: Watch, asked: PipelineRequest, rows: int | None) -> None:
+    """Refuse, on all ranks, to start with settings of a plan, or of a run those that change its numbers, that
+    are not the same on each. rows: of the example."""
+    given = asked.plan_settings | {name: getattr(asked.options, name) for name in CHANGE_NUMBERS}
+    mine = {name: str(value) for name, value in given.items() if name != "offload_dir"}
+    words = watch.gather(json.dumps(mine | {"rows of the example": str(rows)}), asked.options.timeout_s)
+    first, *others = map(json.loads, words)
+    for rank, theirs in enumerate(others, start=1):
+        for name in first | theirs:
+            if first.get(name) != theirs.get(name):
+                raise ConfigError(
+                    f"rank {rank} was given {theirs.get(name)} for {name}, and rank 0 {first.get(name)}",
+                    hint="give all ranks the same settings",
+                )
 
 
 def require_same_weights(watch: Watch, module: nn.Module, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from .ir.errors import BatchError
 from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
-from .runtime.batches import read_scalars, shapes_digest
+from .runtime.batches import SAME_BATCH, batch_digest, read_scalars
 from .runtime.channel import PendingSum
 from .runtime.rank import Microbatch
 from .runtime.recorder import RecordedStep
@@ -118,12 +118,12 @@ class SteadyRun(Run):
             left.clear()
         return torn
 
-    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None, checksum: int) -> None:
         """Tell the others the shapes of a batch, and drain if they have changed, alike on all ranks, or all
         refuse the batch. That ranks have different shapes, or some refuse theirs, is noticed when others have
         begun: it breaks the pipeline off."""
         with self.call("agreeing on a batch"):
-            mine = shapes_digest(shapes, refusal)
+            mine = batch_digest(shapes, refusal, checksum)
             total = mine.clone()
             self._digests.append((self.channel.begin_sum(total, self.control), total, mine))
             changed = refusal is not None or shapes != self._shapes
@@ -144,7 +144,7 @@ class SteadyRun(Run):
                     raise refusal
                 raise BatchError(
                     f"rank {self.channel.rank} has another batch than other ranks, or only some can use it",
-                    hint="give all ranks the same batch",
+                    hint=SAME_BATCH,
                 )
 
     def run_row(self, number: int, microbatches: Sequence[Microbatch], batch_bytes: int) -> None:

@@ -16,7 +16,7 @@ from .ir.errors import BatchError, PeerError, PipeloomError
 from .ir.plan import Plan
 from .ir.stages import StageGraph
 from .rank_stages import StageVariants
-from .runtime.batches import agree_on_shapes, loss_shares, signature_of, split_batch
+from .runtime.batches import agree_on_batch, checksum_of, loss_shares, signature_of, split_batch
 from .runtime.ledger import out_of_memory_told
 from .runtime.rank import Microbatch, Rank
 from .runtime.transport import SumGroup
@@ -25,7 +25,7 @@ from .tracer.job import Job
 from .tracer.random import microbatch_seed
 
 
-def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None, checksum: int) -> None:
     """What a rank does that asks no other."""
     if refusal is not None:
         raise refusal
@@ -33,8 +33,8 @@ def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
-    """tensors: what a batch of the user's is made of.  rounds: of the schedule per training step.
-    seed: of random ops."""
+    """tensors: what a batch of the user's is made of.  everywhere: each rank gives batches.  rounds: of the
+    schedule per training step.  seed: of random ops."""
 
     job: Job
     plan: Plan
@@ -44,6 +44,7 @@ class StepBatches:
     seed: int
     training: StageVariants
     tensors: Callable[[Any], dict[str, Tensor]]
+    everywhere: bool
 
     def take(
         self,
@@ -51,14 +52,15 @@ class StepBatches:
         *,
         step: int,
         variants: StageVariants | None = None,
-        agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
+        agree: Callable[[tuple[str, ...], BatchError | None, int], object] = refuse_alone,
     ) -> tuple[list[Microbatch], int]:
         """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
         rank's that its stages read; and the bytes of these, or on a CPU of all inputs of its replicas.
 
         step: steps made before.  variants: stages that evaluate; by default those that train.
-        agree: gets the shapes of the batch, and why it cannot be used if it cannot; ranks have to agree on
-        that before anything else, so that none begins alone.
+        agree: gets the shapes of the batch, why it cannot be used if it cannot, and before the first step a
+        checksum, which tells other shuffles apart; ranks have to agree on that before anything else, so that
+        none begins alone.
         """
         whole: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = []
@@ -70,7 +72,8 @@ class StepBatches:
             shares = loss_shares(parts, self.job.weight)
         except BatchError as error:
             refusal = error
-        agree(signature_of(whole), refusal)
+        checked = self.everywhere and step == 0 and refusal is None
+        agree(signature_of(whole), refusal, checksum_of(whole) if checked else 0)
         keep = variants is None and self.plan.steady is not None
         variants = variants or self.training
         each = self.plan.microbatches // self.plan.replicas
@@ -220,9 +223,9 @@ class FlushedRun(Run):
                 self.record.report(losses, start_s=start, agreeing_s=self._agreeing_s, grad_norm=norm)
             )
 
-    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None, checksum: int) -> None:
         start = time.perf_counter()
-        agree_on_shapes(self.record.channel, shapes, refusal)
+        agree_on_batch(self.record.channel, shapes, refusal, checksum)
         self._agreeing_s = time.perf_counter() - start
 
     def drain(self) -> None:

@@ -13,7 +13,7 @@ from runs import assert_same, each_rank, even_plan, pipelined, plain, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import BatchError, CaptureError, PeerError, PipeloomError
-from pipeloom.runtime.batches import agree_on_shapes
+from pipeloom.runtime.batches import agree_on_batch
 from pipeloom.runtime.channel import Channel
 
 
@@ -49,7 +49,7 @@ def test_equal_batches_are_equal_on_any_number_of_ranks() -> None:
     def agree(rank: int, channel: object) -> None:
         with channel.watch:
             for found in shapes:
-                agree_on_shapes(channel, found)
+                agree_on_batch(channel, found)
 
     threads(7, agree)
 
@@ -91,6 +91,9 @@ def test_what_one_rank_refuses_none_begins() -> None:
     def different(rank: int, pipeline: Pipeline) -> None:
         pipeline.step(job.batch(0, 8 + 4 * rank))
 
+    def drawn_otherwise(rank: int, pipeline: Pipeline) -> None:
+        pipeline.step(job.batch(rank, 8))
+
     def counts_nowhere(rank: int, pipeline: Pipeline) -> None:
         batch = job.batch(0, 8)
         pipeline.step(batch if rank else {name: torch.zeros_like(t) for name, t in batch.items()})
@@ -108,12 +111,13 @@ def test_what_one_rank_refuses_none_begins() -> None:
         raise CaptureError("it has another graph")
 
     first, second = after_refusals(
-        job, too_few, too_few_to_evaluate, different, counts_nowhere, cannot_capture
+        job, too_few, too_few_to_evaluate, different, drawn_otherwise, counts_nowhere, cannot_capture
     )
     assert all("3 rows" in text for text in (*first[:2], *second[:2]))
-    assert first[2].startswith("rank 0 has a batch of ") and second[2].startswith("rank 1 has a batch of ")
-    assert "no token" in first[3] and second[3] == f"{first[3]} (rank 0)"
-    assert "another graph" in second[4] and first[4] == f"{second[4]} (rank 1)"
+    for at in (2, 3):
+        assert first[at].startswith("rank 0 has a batch ") and second[at].startswith("rank 1 has a batch ")
+    assert "no token" in first[4] and second[4] == f"{first[4]} (rank 0)"
+    assert "another graph" in second[5] and first[5] == f"{second[5]} (rank 1)"
 
 
 @pytest.mark.parametrize("sizes", [(12, 12), (8, 3)], ids=str)

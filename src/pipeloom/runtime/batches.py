@@ -33,6 +33,14 @@ def signature_of(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple([f"{n}{list(t.shape)}{str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()])
 
 
+def checksum_of(batch: Mapping[str, Tensor]) -> int:
+    checksum = 0
+    for tensor in batch.values():
+        host = tensor.detach().cpu().contiguous()
+        checksum = zlib.crc32(host.flatten().view(torch.uint8).numpy(), checksum)
+    return checksum
+
+
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     """Micro-batches of nearly equal size, contiguous as the stages were traced.
 
@@ -118,6 +126,8 @@ def off_mean(whole: float, parts: Sequence[float], rows: Sequence[int], *, least
     return abs(mean - whole) / max(abs(whole), *map(abs, parts), least)
 
 
+SAME_BATCH = "give all ranks the same batch: seed what shuffles and draws, or Pipeline(data='first')"
+
 Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
 """The losses of a round by micro-batch, none but on the loss stage's rank; and its micro-batches."""
 
@@ -154,33 +164,36 @@ def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> Callable[[]
     return read
 
 
-def agree_on_shapes(channel: Channel, shapes: tuple[str, ...], refusal: BatchError | None = None) -> None:
-    """All ranks must have a batch of the same shapes, or transfers would not match; and if one of them cannot
-    use its batch, none may begin the step. Nothing else has been sent, so all can go on with another batch.
+def agree_on_batch(
+    channel: Channel, shapes: tuple[str, ...], refusal: BatchError | None = None, checksum: int = 0
+) -> None:
+    """All ranks must have a batch of the same shapes, or transfers would not match, and of the same checksum;
+    and if one of them cannot use its batch, none may begin the step. Nothing else has been sent, so all can
+    go on with another batch.
 
     refusal: why this rank cannot use its batch.
-    Raises: BatchError on all ranks if shapes differ or one refuses, with its own reason if it has one.
+    Raises: BatchError on all ranks if these differ or one refuses, with its own reason if it has one.
     """
-    mine = shapes_digest(shapes, refusal)
+    mine = batch_digest(shapes, refusal, checksum)
     total = mine.clone()
     channel.all_reduce(total)
     if total[2]:  # first, as whoever refuses may not know any shapes
         agree_on_refusal(channel, refusal)
     if not torch.equal(total[:2], channel.ranks * mine[:2]):
         raise BatchError(
-            f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
-            hint="give all ranks the same batch",
+            f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have another",
+            hint=SAME_BATCH,
         )
 
 
-def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor:
-    """Three numbers whose sum over all ranks is that of equal ones only if all have these shapes, and all or
-    none refuse their batch.
+def batch_digest(shapes: tuple[str, ...], refusal: BatchError | None, checksum: int) -> Tensor:
+    """Three numbers whose sum over all ranks is that of equal ones only if all have these shapes and this
+    checksum, and all or none refuse their batch.
 
     They are h, h^2 and 0 or 1, for a hash h: only if all hashes are equal, the sums over n ranks are n h and
     n h^2 (the variance is zero). Exact in float64 for 1000 ranks.
     """
-    mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
+    mine = float(zlib.crc32(repr((shapes, checksum)).encode()) % 2**21)
     return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
 
 
