@@ -37,7 +37,7 @@ def checksum_of(batch: Mapping[str, Tensor]) -> int:
     checksum = 0
     for tensor in batch.values():
         host = tensor.detach().cpu().contiguous()
-        checksum = zlib.crc32(host.flatten().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(host.flatten().view(torch.uint8).numpy().data, checksum)
     return checksum
 
 

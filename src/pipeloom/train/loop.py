@@ -179,7 +179,7 @@ def _remedy(step: int) -> str:
     """What helps where the loss of a step is no number."""
     if step == 1:
         return "no weight has changed yet: look at the first batch; `Pipeline(find_nan=True)` names the op"
-    return "lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint"
+    return "lower optimizer.learning_rate, or look at the batch; `--resume` goes back to a checkpoint, if any"
 
 
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
