@@ -189,7 +189,9 @@ def test_contention_is_measured_once_a_day_for_each_number_of_ranks_unless_a_fac
     assert contention(3).ranks == 3 and asked == [2, 3]
     monkeypatch.setenv("PIPELOOM_CONTENTION", "1.25")
     assert contention(4) == Contention(ranks=4, products=1.25, others=1.25) and asked == [2, 3]
-    for wrong in ("0.5", "fast", "nan"):
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "2000")
+    assert contention(4).products == 2000
+    for wrong in ("0.5", "fast", "nan", "inf"):
         monkeypatch.setenv("PIPELOOM_CONTENTION", wrong)
         with pytest.raises(ConfigError, match="PIPELOOM_CONTENTION"):
             contention(4)
@@ -230,8 +232,9 @@ def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(profiler.os, "sched_getaffinity", lambda _: {0, 1})
     assert measure_contention(2, clock=clock) == Contention(ranks=2, products=3.0, others=3.0)
     assert told == ["products", "rest"] * profiler.ROUNDS + ["others", "rest"] * profiler.ROUNDS
-    told.clear()
-    assert measure_contention(4, clock=clock).products == 6.0, "twice as many ranks as cores"
+    for ranks, products in ((4, 6.0), (4000, 6000.0)):
+        told.clear()
+        assert measure_contention(ranks, clock=clock).products == products, "more ranks than cores"
 
 
 def test_a_plan_is_kept_for_one_factor_of_contention(
