@@ -10,7 +10,7 @@ from commands import bad, good, run
 from large_head import LENGTH, WORDS
 from runs import capture_of
 
-from pipeloom import Job, planning
+from pipeloom import Job, plan_words, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan, load_plan
@@ -74,6 +74,15 @@ def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) 
     assert f"words of head.weight in {parts} parts" in said and "times as fast" in said
     good("simulate", saved, *words)
     assert "split" in bad(1, "export-plan", saved, f"{file}:job", "--for", "torch")
+
+
+def test_more_ranks_than_ops_are_refused_before_words_are_split(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_words, "fitting", None)
+    with pytest.raises(PlanError, match="stages") as caught:
+        plan(job, ranks=200, cluster="200 x a100-40")
+    assert "at most" in str(caught.value.hint)
 
 
 def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:

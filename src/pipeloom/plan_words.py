@@ -18,6 +18,7 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.planners import chooses
+from .planner.refusals import refuse_nonsense
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -59,10 +60,14 @@ def best_words(
     Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Where
     schedules are tried, it is the number of the fastest plan for `WAVE`: steps of 1F1B hardly depend on it.
     Each of the three takes a third of a time limit.
+
+    Raises: PlanError if there are more stages than ops of the whole model, or more ranks than devices.
     """
-    if request.options.granularity == "module" or not (large := _large_heads(request, whole)):
+    options = request.options
+    if options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
-    quick, limit_s = request.for_advice, request.options.time_limit
+    refuse_nonsense(whole.graph, request.cluster, options.ranks, options.named_schedule)
+    quick, limit_s = request.for_advice, options.time_limit
     if limit_s is not None:
         request = request.changed(time_limit=max(1, limit_s // 3))
     refused = InfeasibleError, ScheduleError, PlanError
