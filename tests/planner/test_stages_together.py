@@ -64,6 +64,13 @@ def test_a_plan_just_above_its_simulated_peak_runs() -> None:
             plan(f"{cap // 3}B", planner=planner)
 
 
+def test_auto_moves_cuts_that_nearly_fit() -> None:
+    """It refused what its own plan without a cap kept."""
+    plan = partial(planned, "gis_h", job=gpt_job(layers=1), where="2 x v100-16", rows=1, microbatches=4)
+    cap = max(plan("1GiB").peaks) + 1024
+    assert max(plan(f"{cap}B").peaks) <= cap
+
+
 @pytest.mark.slow
 def test_stages_together_make_room_under_a_smaller_cap() -> None:
     """380 MiB are less than the 393 that `zb_v` holds: residuals are freed, by each stage of a rank some."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ _lib.standin_tell(_tell)
 # ---- Kernels in Python
 
 _works: dict[int, Callable[[], None]] = {}
+_numbers = count(1)  # ranks that are threads launch at once: `next` gives no number twice
 
 
 def _run(number: int) -> None:
@@ -117,7 +119,7 @@ def launch(
     """
     tensors = [*reads, *writes]
     seen = [_seen(tensor) for tensor in tensors]
-    number = max(_works, default=0) + 1
+    number = next(_numbers)
     _works[number] = lambda: work(*seen)
     pointers, sizes, written = (
         kind * len(tensors) for kind in (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)

@@ -36,7 +36,10 @@ ARRANGED = 24
 
 def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Cuts moved as long as an estimate by the candidate's own order falls, or so that the fullest rank holds
-    less; again from what was found."""
+    less; again from what was found. Where that brings nothing, from the cuts that the search began with, too:
+    the order for equal times may have led astray."""
+    in_order = not line.point.order and not line.point.search.model.readers.order
+    starts = search.level.get(line.point.request.layout, ()) if in_order else ()
     while True:
         if search.cut_times(line.point.request, line.point.search).possible_cuts <= EVERY:
             near = _every(search.estimate_of(line))
@@ -44,6 +47,10 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             near = _better(search, line) if line.fits else list(_relieved(line))
         for cuts in near:
             yield replace(line.point, cuts=cuts)
+        if search.best_of[line.point.way].key >= line.key:
+            for cuts in starts:
+                yield replace(line.point, cuts=cuts)
+            starts = ()
         best = search.best_of[line.point.way]
         if best.key >= line.key:
             return

@@ -81,6 +81,9 @@ ORDERS, EFFORT, SMALL = 3, 0.3, 200
 times ranks, beyond which a model is large: then the search of the best plan's order builds the library within
 its limits, which takes seconds."""
 
+MENDED = 0.25
+"""Share of all caps by which a cut of a model that is not large may pass them and still be moved."""
+
 CLOSEST, WORTH = 0.005, 0.02
 """Gap to the bound up to which nothing is moved; gap up to which no faster order is looked for, and share of
 the step by which a plan of a model of many places may be slower and still have its order searched."""
@@ -179,6 +182,8 @@ class JointSearch:
         self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
         self.best_of: dict[tuple[str, tuple[int, ...]], Judged] = {}
         self.tried: dict[object, Judged | None] = {}
+        self.level: dict[Layout, list[Cuts]] = {}
+        """Cuts whose ranks take equally long, by where stages are."""
         self.best: Judged | None = None
         self.closest: Judged | None = None
         self.ordered: list[Plan] = []
@@ -371,7 +376,7 @@ class JointSearch:
                 self._begin()
             if self.best is None:
                 self._make_room()
-            if self.best is not None:
+            if self.best is not None or self._nearly_fits():
                 self._improve()
             if self.orders and not self.request.options.simpler_within:
                 self._put_in_faster_orders()
@@ -402,7 +407,6 @@ class JointSearch:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
         starts: list[tuple[float, Point]] = []
         inline: list[tuple[str, Point]] = []
-        cuts_of: dict[Layout, list[Cuts]] = {}
         for name in self.names:
             try:
                 request = self.way(name)
@@ -422,9 +426,9 @@ class JointSearch:
                 begin = [*inline, *((LEVEL, Point(request, search, cuts)) for cuts in level)]
                 for planner, point in sorted(begin, key=lambda seed: self._closely(seed[1])):
                     self._note_planner(planner, point, self.judge(point, planner))
-            seeds = cuts_of.get(layout)
+            seeds = self.level.get(layout)
             if seeds is None:
-                seeds = cuts_of[layout] = self.level_cuts(ClosedForm(estimate.cuts))
+                seeds = self.level[layout] = self.level_cuts(ClosedForm(estimate.cuts))
                 if layout.in_line:
                     seeds += [point.cuts for _, point in inline if not point.search.model.readers.order]
             starts_at = np.array([estimate.cuts.places(cuts) for cuts in seeds], dtype=np.int64)
@@ -516,7 +520,7 @@ class JointSearch:
 
     def _improve(self) -> None:
         for _ in range(ROUNDS):
-            if self._near(CLOSEST):
+            if self.best is not None and self._near(CLOSEST):
                 return
             before = (self.closest.key if self.closest else (0, inf)) if self.best is None else self.best.key
             for name, axis in self.axes.items():
@@ -526,6 +530,11 @@ class JointSearch:
             after = (self.closest.key if self.closest else (0, inf)) if self.best is None else self.best.key
             if after[0] == before[0] and after[1] >= before[1] * (1 - LITTLE):
                 return
+
+    def _nearly_fits(self) -> bool:
+        """Whether moves may mend the closest of those that pass the caps."""
+        caps = [device.memory_bytes for device in self.request.cluster.devices]
+        return self.closest is not None and self.closest.key[0] <= MENDED * sum(caps) and self.places <= SMALL
 
     def _near(self, share: float) -> bool:
         """Whether no plan is faster than the best by more than such a share of the bound."""
