@@ -204,7 +204,8 @@ function tradeShapes(width) {
     const key = `${digits(step)} ${digits(peak)}`;
     places.set(key, { step, peak, names: [...(places.get(key)?.names ?? []), name] });
   }
-  const spots = [...places.values()].map((place) => ({ ...place, left: plot.x(place.step), top: plot.y(place.peak) }));
+  const spots = [...places.values()].sort((a, b) => a.step - b.step) // the fastest is named first
+    .map((place) => ({ ...place, left: plot.x(place.step), top: plot.y(place.peak) }));
   const taken = spots.map(({ left, top }) => [left - 8, left + 8, top]); // by points, then by names, too
   const points = spots.flatMap(({ step, peak, names, left, top }) => {
     const at = { left: `${left}px`, top: `${top}px` };
@@ -216,7 +217,7 @@ function tradeShapes(width) {
     Object.assign(point.style, at);
     const short = names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(", ");
     // A name stands behind its point, else in front of it, else nowhere: the point says it, too.
-    const long = short.length * 7, free = (from) => from > LEFT && from + long < width
+    const long = short.length * 6.4, free = (from) => from > LEFT && from + long < width
       && taken.every(([start, stop, y]) => Math.abs(y - top) >= 14 || from + long < start || from > stop);
     const from = [left + 9, left - 9 - long].find(free);
     if (from === undefined) return [point];
