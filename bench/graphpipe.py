@@ -7,10 +7,9 @@
 models   MMT, DLRM and CANDLE-Uno of published size on 4, 8, 16 and 32 V100s of 16 GB, by roofline:
          `graphpipe`, the best chain (`--no-branches`), `pipedream-graph` and `piper`; chains also as
          sequential pipelines, in which every stage waits for the one before it, too (the paper's baseline).
-         Each with its best number of pipelines side by side and rows per micro-batch, all of the same cells;
-         and the DAG in that cell of the others: what parallel stages alone gain. Rows per step grow with the
-         devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows). A key begins no
-         cell after --minutes.
+         Each with its best number of pipelines side by side and rows per micro-batch. Rows per step grow with
+         the devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows). A key
+         begins no cell after --minutes.
 case     The paper's case study on 8 V100s, one pipeline.
 
 Everything is simulated. The paper measured on Summit: up to 1.6 times the throughput of the best chain,
@@ -46,7 +45,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from machine import by_roofline, parser_of, print_table, run_parts
@@ -57,7 +56,7 @@ from torch.nn import functional
 from pipeloom import Job, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import sequential
 from pipeloom.lowering.passes import lower
@@ -360,17 +359,6 @@ KINDS = {
 """Kind -> (planner, whether its stages may run side by side)."""
 
 
-class Cell(NamedTuple):
-    """Pipelines side by side, and rows of a micro-batch."""
-
-    width: int
-    size: int
-
-
-Figures: TypeAlias = dict[str, dict[str, Any]]
-"""Kind -> its figures in one cell; one that does not fit, or is refused, is missing. The chain also counts as
-one that is run as a sequential pipeline."""
-
 SEQUENTIAL = "chain, sequential"
 
 
@@ -417,107 +405,49 @@ def sequential_s(plan: Plan, model: ProfiledModel, cluster: Cluster) -> float:
     return simulate(program, in_a_row, costs, cluster).step_s
 
 
-def figures_at(
-    cell: Cell,
-    cluster: Cluster,
-    rows: int,
-    model: ProfiledModel,
-    kinds: Sequence[str],
-    refused: dict[str, str],
-) -> Figures:
-    """The plans of one cell. refused: kind -> why, is filled; these are not asked again."""
-    found: Figures = {}
-    for kind in kinds:
-        if kind in refused:
-            continue
-        try:
-            plan = plan_of(kind, cluster, rows, model, cell.width)
-        except InfeasibleError:
-            continue
-        except PlanError as error:
-            refused[kind] = error.message
-            continue
-        depth = int(plan.notes.get("branches.depth", str(len(plan.stages))))
-        found[kind] = {"step_s": plan.predicted_step_s, "peak_bytes": max(plan.peaks), "depth": depth}
-        if kind == "chain":
-            found[SEQUENTIAL] = {**found[kind], "step_s": sequential_s(plan, model, cluster)}
-    return found
-
-
-def best_cells(cells: Mapping[Cell, Figures]) -> dict[str, Cell]:
-    """The cell in which each kind is fastest."""
-    kinds = dict.fromkeys(kind for figures in cells.values() for kind in figures)
-    return {
-        kind: min(
-            (cell for cell in cells if kind in cells[cell]),
-            key=lambda cell, kind=kind: cells[cell][kind]["step_s"],
-        )
-        for kind in kinds
-    }
-
-
-def cells_of(
-    name: str, rows: int, cluster: Cluster, widths: Sequence[int], minutes: float
-) -> dict[Cell, Figures]:
-    """All cells of a model, the same for every kind. minutes: after which no further cell is begun."""
-    at, ends = models_at(name), time.monotonic() + 60 * minutes
-    cells: dict[Cell, Figures] = {}
-    refused: dict[str, str] = {}
+def fastest(name: str, devices: int, rows: int, widths: Sequence[int], minutes: float) -> None:
+    """Print the fastest of all cells for each kind, and how many times its step the DAG's is faster."""
+    at, cluster, until = models_at(name), cluster_of(devices), time.monotonic() + 60 * minutes
+    best: dict[str, dict[str, Any]] = {}
     for width, size in product(widths, SIZES[name]):
-        fits = width <= len(cluster.devices) // 2 and width * size <= rows
-        if fits and time.monotonic() < ends:
-            cell = Cell(width, size)
-            cells[cell] = figures_at(cell, cluster, rows, at(size, cluster), tuple(KINDS), refused)
-    for kind, why in refused.items():
-        print(f"{kind} is refused: {why}")
-    return cells
-
-
-def print_best(title: str, cells: Mapping[Cell, Figures], rows: int) -> None:
-    """The fastest cell of each kind, with any number of pipelines side by side and with one; how much faster
-    the DAG is than each of the others: in all, and by stages side by side alone, in the other's cell."""
-    one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
-    lines = []
-    for name, chosen in (("any", cells), ("one", one)):
-        best = best_cells(chosen)
-        for kind, cell in best.items():
-            own, same = chosen[cell][kind], chosen[cell].get("graphpipe")
-            line: dict[str, Any] = {"pipelines": name, "kind": kind, **cell._asdict()}
-            line |= {
-                "rows_per_s": rows / own["step_s"],
-                "peak_bytes": own["peak_bytes"],
-                "depth": own["depth"],
-            }
-            if "graphpipe" in best:
-                line["gain"] = own["step_s"] / chosen[best["graphpipe"]]["graphpipe"]["step_s"]
-            lines.append(line | ({"alone": own["step_s"] / same["step_s"]} if same else {}))
-    print_table(lines, title)
-    gains = {
-        cell.size: round(figures[SEQUENTIAL]["step_s"] / figures["graphpipe"]["step_s"], 3)
-        for cell, figures in sorted(one.items())
-        if {SEQUENTIAL, "graphpipe"} <= figures.keys()
-    }
-    print("gain over the sequential chain by rows of a micro-batch:", gains, flush=True)
+        if width > devices // 2 or width * size > rows or time.monotonic() > until:
+            continue
+        model = at(size, cluster)
+        for kind in KINDS:
+            try:
+                plan = plan_of(kind, cluster, rows, model, width)
+            except PlanError as error:
+                print(f"{kind}, {width} pipelines, {size} rows: {error.message}")
+                continue
+            steps = {kind: plan.predicted_step_s}
+            if kind == "chain":
+                steps[SEQUENTIAL] = sequential_s(plan, model, cluster)
+            depth = plan.notes.get("branches.depth", str(len(plan.stages)))
+            for ran, step_s in steps.items():
+                if ran not in best or step_s < best[ran]["step_s"]:
+                    best[ran] = {
+                        "kind": ran,
+                        "pipelines": width,
+                        "rows": size,
+                        "depth": depth,
+                        "step_s": step_s,
+                    }
+    dag_s = best["graphpipe"]["step_s"] if "graphpipe" in best else None
+    table = [row | {"gain": row["step_s"] / dag_s if dag_s else None} for row in best.values()]
+    print_table(table, f"{name} {devices}")
 
 
 def models(only: Sequence[str], minutes: float) -> None:
     """Each model on each number of devices. only: such as "mmt 8"; all if there are none."""
     for name, devices in product(ROWS_PER_DEVICE, DEVICES):
         if not only or f"{name} {devices}" in only:
-            rows = ROWS_PER_DEVICE[name] * devices
-            cells = cells_of(name, rows, cluster_of(devices), WIDTHS, minutes)
-            print_best(f"{name} {devices}", cells, rows)
-
-
-def case(minutes: float) -> None:
-    """The case study, two branches, joined, on 8 devices in one pipeline."""
-    print_best("case study", cells_of("case_study", 128, cluster_of(8), (1,), minutes), 128)
+            fastest(name, devices, ROWS_PER_DEVICE[name] * devices, WIDTHS, minutes)
 
 
 def main() -> int:
     run: dict[str, Callable[[], Any]] = {
         "models": lambda: models(given.keys, given.minutes),
-        "case": lambda: case(given.minutes),
+        "case": lambda: fastest("case_study", 8, 128, (1,), given.minutes),
     }
     parser = parser_of(__doc__, run)
     parser.add_argument("--keys", nargs="+", default=(), help='of models, such as "mmt 8"')

@@ -1,14 +1,7 @@
-"""PipeOffload (arXiv 2503.01328): how much memory copies in schedules free, and what they cost.
+"""PipeOffload (arXiv 2503.01328): what offloading inside the schedule frees, and what it costs.
 
-    python bench/pipeoffload.py peaks memory paper paced [--quick]
+    python bench/pipeoffload.py paper paced
 
-peaks       `po:offload=n` for p = 3, 4, 8, 16 ranks of v = 2, 4, 8 stages, every n, k = 0.5, 0.75, 1.0, m =
-            4p; pairs of ranks share an uplink: the most residuals of a rank, in those of one micro-batch on
-            one stage, simulated and if copies end only where they are awaited, beside
-            p (v - n) (v - n + 1) / 2v + 3 (4 for n = v); and 1F1B with all of it copied; and the step over
-            that of the same order without copies
-memory      real ranks: 16 alike blocks, two stages on each of 2, 4 and 8 ranks, n = 0, half and all:
-            residual peaks beside predicted ones
 paper       the paper's models on its machine, beside what it published. A layer of b sequences of s tokens
             and width h, with g = key-value heads / heads, takes 2 b s h^2 (10 + 2 g) operations in the
             matmuls of each of F, I and W, and 4 b s^2 h for attention in F, twice that in I. It keeps
@@ -17,164 +10,25 @@ paper       the paper's models on its machine, beside what it published. A layer
             embedding, the last one less and the head. Assumed: a vocabulary of 50304, micro-batches of one
             sequence. tests/planner has its table of k.
 paced       ranks whose stages and copies sleep: the step beside the simulated one, k = 0.5 and 1.0
-
-Times are in units of one stage's F, I and W of 1 each. --quick: few cases, to see that it runs.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine import (
-    changed,
-    next_tokens,
-    on_ranks,
-    parser_of,
-    run_parts,
-)
-
-# isort: split
-from model import Gpt
+from machine import changed, parser_of, run_parts
 from pacing import pace
 
-from pipeloom import Job, Options, Pipeline, Plan, plan
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.action import AWAIT, COPYING, RELOAD, B, F, W
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.costs import StageCost
 from pipeloom.lowering.passes import lower
-from pipeloom.planning import capture, profile
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import uplinks
-from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.simulator.simulate import simulate
-
-Table = list[dict[str, Any]]
-RATIOS = (0.5, 0.75, 1.0)
-
-# --- schedules with copies ------------------------------------------------------------------------
-
-
-def at_worst(schedule: Schedule) -> int:
-    """The most residuals of a stage that a rank holds if a copy ends only when it is awaited."""
-    worst = 0
-    for row in schedule.rows:
-        awaited = {(a.stage, a.microbatch) for a in row if a.kind == AWAIT}
-        held = 0
-        for action in row:
-            again = action.kind == RELOAD and (action.stage, action.microbatch) in awaited
-            held += int(action.kind == F) + int(again) - int(action.kind == AWAIT)
-            worst = max(worst, held)
-            held -= int(action.kind in (B, W))
-    return worst
-
-
-def simulated(name: str, p: int, v: int, m: int, k: float) -> SimulatedSchedule:
-    times = MicrobatchTimes(forward_s=float(v), input_grad_s=float(v), weight_grad_s=float(v))
-    scenario = Scenario(ranks=p, chunks=v, microbatches=m, times=times, copy_ratio=k, per_uplink=2)
-    return simulate_schedule(name, scenario)
-
-
-def without_copies(made: SimulatedSchedule) -> float:
-    """The step of the same order without copies, in seconds."""
-    rows = tuple(tuple(a for a in row if a.kind not in COPYING) for row in made.schedule.rows)
-    plain = replace(made.schedule, rows=rows)
-    costs = uplinks.with_copies(equal_costs(made.schedule.stages), 1.0)
-    return simulate(lower(plain, made.stages), made.stages, costs, made.cluster).step_s
-
-
-def peaks(quick: bool) -> Table:
-    ranks, chunks = ((3, 4), (2, 4)) if quick else ((3, 4, 8, 16), (2, 4, 8))
-    cases = [("po", p, v, n, k) for p, v in product(ranks, chunks) for n in range(1, v + 1) for k in RATIOS]
-    cases += [("1f1b", p, 1, 1, k) for p, k in product(ranks, RATIOS)]
-    rows = []
-    for name, p, v, n, k in cases:
-        made = simulated(f"{name}:offload={n}", p, v, 4 * p, k)
-        bound = p * (v - n) * (v - n + 1) / (2 * v) + 3 if n < v else 4.0
-        row = {"schedule": name, "p": p, "v": v, "n": n, "k": k, "peak": made.peak * v}
-        row |= {"at_worst": at_worst(made.schedule), "bound": bound}
-        rows.append(row | {"step_over_same_order": made.summary.step_s / without_copies(made)})
-    within = [max(row["peak"], row["at_worst"]) <= row["bound"] + 1e-9 for row in rows]
-    print(f"peaks: {sum(within)} of {len(rows)} within the bound, none refused")
-    return rows
-
-
-# --- real ranks -----------------------------------------------------------------------------------
-
-RANKS, CHUNKS = (2, 4, 8), 2
-BLOCKS, LETTERS, ROWS_HERE = 16, 256, 2
-even_tokens = next_tokens(LETTERS, 128)
-
-
-def even_job() -> Job:
-    return Job(model=partial(Gpt, BLOCKS, LETTERS), batch=even_tokens, name="GPT of 16 blocks")
-
-
-def train(made: Plan, folder: Path) -> dict[str, int]:
-    """A few steps of one rank: its peaks, measured and predicted, and the largest residuals of a stage."""
-    with Pipeline(even_job(), made, options=Options(offload_dir=folder)) as pipeline:
-        predicted, rank = pipeline.expected, pipeline.rank
-        own = [stage for stage, home in zip(made.stages, made.placement, strict=True) if home == rank]
-        for step in range(2):
-            pipeline.step(even_tokens(step, ROWS_HERE * made.microbatches))
-        return {
-            "residuals": pipeline.ledger.residual_peak,
-            "predicted": predicted.residual_peaks[rank],
-            "host": pipeline.ledger.host_peak,
-            "predicted_host": predicted.peak_bytes(rank, "host"),
-            "slot": max(stage.kept_bytes + stage.offloaded_bytes for stage in own),
-        }
-
-
-def measured_peaks(quick: bool) -> Table:
-    captured = capture(even_job(), ROWS_HERE)
-    shared = {"captured": captured, "profiled": profile(captured), "microbatch_size": ROWS_HERE}
-    rows: Table = []
-    for ranks, name in product(RANKS[:1] if quick else RANKS, ("po:offload=0", "po_h", "po_f")):
-        with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
-            how = {} if "offload=0" in name else {"offload_dir": folder, "treatments": ()}
-            schedule = f"{name}{',' if ':' in name else ':'}v={CHUNKS}"
-            made = plan(even_job(), ranks=ranks, microbatches=4 * ranks, schedule=schedule, **shared, **how)
-            found = on_ranks(train, ranks, made, folder)
-        row: dict[str, Any] = {"schedule": name, "ranks": ranks}
-        row |= {key: [each[key] for each in found] for key in ("residuals", "predicted", "host")}
-        row["times_ranks"] = max(row["residuals"]) * ranks
-        apart = [(e["residuals"] - e["predicted"], e["host"] - e["predicted_host"]) for e in found]
-        row["over predicted, in slots"] = [
-            over / each["slot"] for each, overs in zip(found, apart, strict=True) for over in overs
-        ]
-        rows.append(row)
-    by_name = {
-        name: [row for row in rows if row["schedule"] == name] for name in ("po:offload=0", "po_h", "po_f")
-    }
-    for name, own in by_name.items():
-        measured, predicted = (
-            spread([row["ranks"] * max(row[what]) for row in own]) for what in ("residuals", "predicted")
-        )
-        print(
-            f"{name}: bytes of the fullest rank x ranks are within {measured:.1%} of their mean, predicted "
-            f"{predicted:.1%}",
-            flush=True,
-        )
-    return rows
-
-
-def spread(values: list[int]) -> float:
-    """The largest deviation from the mean, as a share of it."""
-    mean = sum(values) / len(values)
-    return max(abs(value / mean - 1) for value in values)
-
-
-# --- the paper's models ---------------------------------------------------------------------------
 
 VOCABULARY = 50304
 
@@ -302,28 +156,14 @@ def figure_15(key: tuple[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {"paper_mfu": mfu, "paper_gb": gigabytes}
 
 
-def paper(quick: bool) -> Table:
-    return [row for key in [*PUBLISHED][: 1 if quick else None] for row in figure_15(key)]
-
-
-def paced(quick: bool) -> Table:
-    seconds, rounds = (0.03, 1) if quick else (0.3, 3)
-    return pace("copies", ranks=4, microbatches=8, seconds=seconds, rounds=rounds)
-
-
-PARTS: dict[str, Callable[[bool], Table]] = {
-    "peaks": peaks,
-    "memory": measured_peaks,
-    "paper": paper,
-    "paced": paced,
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "paper": lambda: [row for key in PUBLISHED for row in figure_15(key)],
+    "paced": lambda: pace("copies", ranks=4, microbatches=8, seconds=0.3, rounds=3),
 }
 
 
 def main() -> int:
-    parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    return run_parts(given.parts, {name: partial(part, given.quick) for name, part in PARTS.items()})
+    return run_parts(parser_of(__doc__, PARTS).parse_args().parts, PARTS)
 
 
 if __name__ == "__main__":
