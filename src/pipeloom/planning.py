@@ -131,8 +131,11 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     from .profiler.measure_modules import measure_modules  # only now: these import torch
     from .profiler.measure_ops import measure
     from .ranks import usable_device
+    from .runtime.allocator import keep_freed_memory
 
     usable_device(device := named_device(device))
+    if device == "cpu":  # as in ranks: else large tensors take the time of mapping fresh pages
+        keep_freed_memory(grown_for=max(value.bytes for op in captured.graph.ops for value in op.outputs))
     # By the thread's own time: what others take of the core, as ranks that start, is none of an op.
     if captured.graph.fallback:
         eager = measure_modules(captured, device=device)

@@ -28,10 +28,12 @@ BUSY_SIZE, BUSY_RUNS = 1024, 6
 """A device is kept busy by as many products of square matrices of this size: for 0.25 ms on an H200. They
 leave most of its cache as it is."""
 
-SLOW_S = 0.1
-"""A run that takes longer is not repeated: its time is the one in which memory was watched. What a first run
-has on top, such as choosing a kernel, is microseconds, and repeats of one huge product took longer than those
-of all other ops of a model."""
+LONG_S, SLOW_S = 0.005, 0.1
+"""Of a run that takes longer than LONG_S on the CPU the shortest time counts, not the median: now and then
+glibc takes pages for its large tensors from the system afresh, which may take longer than the op. In ranks,
+whose heap has grown, that is rare. A run that takes longer than SLOW_S is repeated once only: its first time
+is the one in which memory was watched, and repeats of one huge product would take longer than those of all
+other ops of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class OpMeasurement:
 
 
 class Timer:
-    """Times of a function on one device, in seconds.
+    """Seconds that a function takes on one device: the median, or see LONG_S.
 
     clock: for the CPU; `time.thread_time` leaves out what other programs take of it.
     """
@@ -70,11 +72,14 @@ class Timer:
         return torch.zeros(BUSY_SIZE, BUSY_SIZE, device=self.device)
 
     def __call__(self, run: Callable[[], Any], budget_s: float, *, took_s: float = 0.0) -> float:
-        """The median. took_s: of a run before, if there was one; a slow one is not repeated."""
+        """took_s: of a run before, if there was one."""
         if self.device.type != "cpu":
             run()  # libraries choose and build a kernel at the first call, for up to half a second
         first_s = took_s or self.once(run)
-        return first_s if first_s > SLOW_S else median(self.samples(run, budget_s))
+        if first_s > SLOW_S:
+            return first_s if self.device.type != "cpu" else min(first_s, self.once(run))
+        times = self.samples(run, budget_s)
+        return min(times) if self.device.type == "cpu" and first_s > LONG_S else median(times)
 
     def samples(self, run: Callable[[], Any], budget_s: float) -> list[float]:
         """Run once to warm up, then until the budget is spent, at least LEAST_REPEATS times."""

@@ -43,7 +43,7 @@ def measure(
 
     device: where to run, "cpu" or "cuda".  batch: a real micro-batch, for the range of its integers.
     budget_s: time to spend in all; ops too slow for three runs of their share get them all the same, those
-    of more than `SLOW_S` one.
+    of more than `SLOW_S` two.
     clock: see `Timer`.
 
     Raises: CaptureError if an op fails.

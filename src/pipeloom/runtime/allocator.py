@@ -21,11 +21,19 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEEP_BYTES = 1 << 30
 _GROW_BYTES = 64 << 20
 _LARGE_BYTES = 128 << 10
+_TENSORS = 8
 
 
-def keep_freed_memory() -> bool:
-    """Let this process's allocator keep what is freed. Returns whether it could be told so (glibc only)."""
-    return _tell(mmap_from=_KEEP_BYTES, trim_from=_KEEP_BYTES, grow_by=_GROW_BYTES)
+def keep_freed_memory(*, grown_for: int = 0) -> bool:
+    """Let this process's allocator keep what is freed. Returns whether it could be told so (glibc only).
+
+    grown_for: bytes of a tensor. The heap then grows at once to hold several of them, as that of a rank has
+        after some micro-batches: aligned memory that was freed is rarely given out again at its old place.
+    """
+    told = _tell(mmap_from=_KEEP_BYTES, trim_from=_KEEP_BYTES, grow_by=_GROW_BYTES)
+    if told and grown_for:
+        bytearray(min(_TENSORS * grown_for, _KEEP_BYTES // 2))  # its pages are touched as it is made
+    return told
 
 
 def give_back_freed_memory() -> bool:
