@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.runtime.file_tier import PAGE, FileAllocator, FileTier, lies_in_memory
+from pipeloom.runtime.file_tier import PAGE, FileCopy, FileTier, lies_in_memory
 from pipeloom.tracer.stage.functions import Slot, Tensors
 
 
@@ -192,52 +192,30 @@ def test_what_fails_is_said_and_its_place_and_bytes_are_given_back(
     assert os.fstat(tier._file.fileno()).st_size == 2 * PAGE
 
 
-class File:
-    """What is taken of a file that may be `limit` long."""
-
-    def __init__(self, limit: int) -> None:
-        self.length, self.limit = 0, limit
-        self.taken: list[tuple[int, int]] = []
-        self.allocator = FileAllocator(self.lengthen)
-
-    def lengthen(self, end: int, size: int) -> None:
-        assert end == self.length and size > 0
-        if end + size > self.limit:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.length += size
-
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        at = 0
-        for begin, size in [*sorted(piece for piece in self.taken if piece[1]), (self.length, 0)]:
-            assert at <= begin <= begin + size <= self.length, "they overlap, or lie outside"
-            if begin > at:
-                yield at, begin - at
-            at = begin + size
-
-    def take(self, size: int) -> None:
-        gaps, before = list(self.gaps()), self.length
-        try:
-            begin = self.allocator.allocate(size)
-        except OSError:
-            assert before == self.length and all(length < size for _, length in gaps)
-            return
-        if size and self.length > before:
-            assert all(length < size for _, length in gaps), "there was room"
-            last = next((length for at, length in gaps if at + length == before), 0)
-            assert self.length == before + size - last
-        elif size:
-            assert (begin, min(length for _, length in gaps if length >= size)) in gaps
-        self.taken.append((begin, size))
+@given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_places_never_overlap_and_the_file_does_not_grow(
+    moves: list[tuple[bool, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each move offloads some pages or gives back what was offloaded. Another step uses the same file."""
+    tier = FileTier(tmp_path_factory.mktemp("tier"), 3)
+    lengths = []
+    for _ in range(2):
+        copies: list[tuple[FileCopy, int]] = []
+        for number, (leaves, pages) in enumerate(moves):
+            if leaves:
+                given = {Slot("residual", "a"): torch.full((pages * PAGE,), number, dtype=torch.uint8)}
+                copies.append((tier.offload("0OFFLOAD0", given), number))
+            elif copies:
+                come_back(*copies.pop(pages % len(copies)))
+        for copy, number in copies:
+            come_back(copy, number)
+        assert tier.used_bytes == 0
+        lengths.append(os.fstat(tier._file.fileno()).st_size)
+    tier.close()
+    assert lengths[0] == lengths[1]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60), st.integers(0, 80))
-def test_places_never_overlap_and_are_used_again(moves: list[tuple[bool, int]], limit: int) -> None:
-    """Each move takes a place of a size, or gives back one of those taken. The disk may be full."""
-    file = File(limit)
-    for takes, number in moves:
-        if takes:
-            file.take(number)
-        elif file.taken:
-            file.allocator.free(*file.taken.pop(number % len(file.taken)))
-        assert file.allocator.end == file.length
-        assert file.allocator._free == list(file.gaps())
+def come_back(copy: FileCopy, number: int) -> None:
+    copy.reload()
+    (tensor,) = copy.take(never).values()
+    assert (tensor == number).all()

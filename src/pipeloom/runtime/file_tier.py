@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -28,91 +28,29 @@ from torch import Tensor
 from ..ir.errors import ConfigError, OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
-from .tier import TensorLayout, bytes_of
+from .tier import Copy, TensorLayout, bytes_of, layouts_of
 
 PAGE = 4096
 CHECK_INTERVAL_S = 0.2
 """How often a wait for a copy looks whether another rank has failed."""
 
 
-class FileAllocator:
-    """Which byte ranges of a file are used and which are free. For one thread at a time.
+@dataclass(eq=False, kw_only=True)
+class FileCopy(Copy):
+    """Shared by the caller and both threads.
 
-        | used | free     | used | free |end        two free ranges never touch: they are merged
-
-    end: length of the file in bytes.
-    reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
-
-    >>> allocator = FileAllocator(lambda end, size: None)
-    >>> a, b = allocator.allocate(100), allocator.allocate(50)
-    >>> allocator.free(a, 100)
-    >>> a, b, allocator.allocate(40), allocator.end
-    (0, 100, 0, 150)
-    """
-
-    def __init__(self, reserve: Callable[[int, int], None]) -> None:
-        self.end = 0
-        self._reserve = reserve
-        self._free: list[tuple[int, int]] = []  # (begin, size), in order
-
-    def allocate(self, size: int) -> int:
-        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
-
-        Raises: what `reserve` does; nothing is allocated then.
-        """
-        if size == 0:
-            return self.end
-        fits = [(room, begin) for begin, room in self._free if room >= size]
-        if fits:
-            room, begin = min(fits)
-            self._free.remove((begin, room))
-            if room > size:
-                insort(self._free, (begin + size, room - size))
-            return begin
-        begin, room = self._free[-1] if self._free and sum(self._free[-1]) == self.end else (self.end, 0)
-        self._reserve(self.end, size - room)
-        self.end += size - room
-        if room:
-            self._free.pop()
-        return begin
-
-    def free(self, begin: int, size: int) -> None:
-        """Free a range that was allocated with this size."""
-        if size == 0:
-            return
-        at = bisect_left(self._free, (begin, 0))
-        if at < len(self._free) and self._free[at][0] == begin + size:
-            size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == begin:
-            begin, before = self._free.pop(at - 1)
-            size += before
-        insort(self._free, (begin, size))
-
-
-@dataclass(eq=False)
-class FileCopy:
-    """See `tier.Copy`; shared by the caller and both threads.
-
-    action: the OFFLOAD, for messages.  file_offset: where they begin in the file, in bytes.
+    file_offset: where they begin in the file, in bytes.
     raw: one uint8 tensor per layout: the bytes to write, later the bytes read.
     away, back: the copy there, and the one back once it was asked for.
     discarded: whether that is only to free its bytes of the file.
     """
 
     tier: FileTier
-    layouts: tuple[TensorLayout, ...]
-    action: str
     raw: list[Tensor]
     file_offset: int = 0
-    offload_span: tuple[object, object] | None = None
-    reload_span: tuple[object, object] | None = None
     away: Future[None] = field(init=False)
     back: Future[None] | None = None
     discarded: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return sum(layout.bytes for layout in self.layouts)
 
     @property
     def file_bytes(self) -> int:
@@ -167,7 +105,8 @@ class FileTier:
             raise ConfigError(
                 f"rank {rank} cannot offload to {directory}: {error.strerror or error}", hint=_ELSEWHERE
             ) from None
-        self._allocator = FileAllocator(self._reserve)
+        self._end = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._closed = False
         self._lock = threading.Lock()
         # One thread per direction, so that a copy back overtakes the copies there behind it.
@@ -176,11 +115,10 @@ class FileTier:
             thread.submit(int).result()  # starts it now: in a step there may be no memory left for its stack
 
     def offload(self, action: str, residuals: Tensors) -> FileCopy:
-        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
-        copy = FileCopy(self, layouts, action, [bytes_of(tensor) for tensor in residuals.values()])
-        copy.file_offset = self._allocate(copy.file_bytes, action)
+        raw = [bytes_of(tensor) for tensor in residuals.values()]
+        copy = FileCopy(tier=self, action=action, layouts=layouts_of(residuals), raw=raw)
+        self._place(copy)
         residuals.clear()
-        self._change_used(copy.bytes)
         copy.away = self._out.submit(self._write, copy)
         return copy
 
@@ -224,17 +162,30 @@ class FileTier:
                 stacklevel=3,
             )
 
-    def _allocate(self, size: int, action: str) -> int:
-        """The offset of `size` bytes of the file that nothing else uses."""
+    def _place(self, copy: FileCopy) -> None:
+        """Give it a place in the file that nothing else uses: one of its size that was freed, as most copies
+        are of one size, else behind all others."""
+        size = copy.file_bytes
         try:
             with self._lock:
-                return self._allocator.allocate(size)
+                if self._free[size]:
+                    copy.file_offset = self._free[size].pop()
+                else:
+                    if size and hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(self._file.fileno(), self._end, size)
+                    copy.file_offset, self._end = self._end, self._end + size
+                self.used_bytes += copy.bytes
         except OSError as error:
-            raise self._failed(action, f"write {format_bytes(size)}", error) from None
+            raise self._failed(copy.action, f"write {format_bytes(size)}", error) from None
 
-    def _reserve(self, end: int, size: int) -> None:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._file.fileno(), end, size)
+    def _free_place(self, copy: FileCopy) -> None:
+        """Once no copy is left, as between two steps, the file is filled from its start again."""
+        with self._lock:
+            self.used_bytes -= copy.bytes
+            self._free[copy.file_bytes].append(copy.file_offset)
+            if not self.used_bytes:
+                self._free.clear()
+                self._end = 0
 
     def _write(self, copy: FileCopy) -> None:
         self._refuse_if_closed(copy)
@@ -255,9 +206,7 @@ class FileTier:
             if not copy.discarded:
                 self._read_back(copy)
         finally:
-            self._change_used(-copy.bytes)
-            with self._lock:
-                self._allocator.free(copy.file_offset, copy.file_bytes)
+            self._free_place(copy)
 
     def _refuse_if_closed(self, copy: FileCopy) -> None:
         if self._closed:
@@ -276,11 +225,6 @@ class FileTier:
                 )
         self._forget_pages(copy)
         copy.reload_span = (begin, time.perf_counter())
-
-    def _change_used(self, change: int) -> None:
-        """Both the caller's thread and the one that reads change `used_bytes`."""
-        with self._lock:
-            self.used_bytes += change
 
     def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""

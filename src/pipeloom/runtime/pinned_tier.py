@@ -25,7 +25,7 @@ from ..ir.errors import OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
 from .recorder import DeviceClock
-from .tier import TensorLayout, bytes_of
+from .tier import Copy, TensorLayout, bytes_of, layouts_of
 
 ALIGNED = 512
 """Bytes at whose multiples tensors begin on the host."""
@@ -34,28 +34,20 @@ CHUNK = 16 * MiB
 """Bytes pinned at once. PyTorch pins the next power of two, so that a gigabyte and a bit would take two."""
 
 
-@dataclass(eq=False)
-class PinnedCopy:
-    """See `tier.Copy`.
-
-    host: its chunks.  offloaded, reloaded: events behind the copies.  leaving, reloading: what is copied now.
+@dataclass(eq=False, kw_only=True)
+class PinnedCopy(Copy):
+    """host: its chunks.  offloaded, reloaded: events behind the copies.
+    leaving, reloading: what is copied now.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
     tier: PinnedTier
-    layouts: tuple[TensorLayout, ...]
-    offload_span: tuple[object, object] | None = None
-    reload_span: tuple[object, object] | None = None
     host: list[Tensor] = field(default_factory=list)
     offloaded: torch.Event | None = None
     reloaded: torch.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum(layout.bytes for layout in self.layouts)
 
     def gone(self) -> bool:
         assert self.offloaded is not None
@@ -119,9 +111,8 @@ class PinnedTier:
 
     def offload(self, action: str, residuals: Tensors) -> PinnedCopy:
         on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
-        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
-        copy = PinnedCopy(self, layouts, on_host=on_host)
-        copy.host = self._allocate(sum(_aligned(layout.bytes) for layout in layouts), action)
+        copy = PinnedCopy(tier=self, action=action, layouts=layouts_of(residuals), on_host=on_host)
+        copy.host = self._allocate(sum(_aligned(layout.bytes) for layout in copy.layouts), action)
         self._out.wait_stream(torch.accelerator.current_stream())
         with self._out:
             begin = DeviceClock.mark()

@@ -185,7 +185,7 @@ class Kept:
     local_bytes: of values that another stage of this rank handed over.
     residuals: what the forward left for the backward.  carried: what I left for W.
     residual_bytes: of either, as the ledger counts them.
-    offloaded: what is on its way to the tier and back.
+    copy: what is on its way to the tier and back.
     version: of the weights that it uses; None before its forward.
     """
 
@@ -199,24 +199,8 @@ class Kept:
     residuals: Tensors = field(default_factory=dict)
     carried: Tensors = field(default_factory=dict)
     residual_bytes: int = 0
-    offloaded: Offloaded | None = None
+    copy: Copy | None = None
     version: int | None = None
-
-
-@dataclass(eq=False)
-class Offloaded:
-    """Residuals of one micro-batch on a tier, and what the ledger knows of them.
-
-    offload, reload: texts of the actions; `reload` once it has run.
-    off_device: whether the ledger no longer counts them.  on_device: whether it counts them again.
-    """
-
-    copy: Copy
-    kept: Kept
-    offload: str
-    reload: str = ""
-    off_device: bool = False
-    on_device: bool = False
 
 
 class Rank:
@@ -247,7 +231,7 @@ class Rank:
         self.channel, self.ledger, self.recorder, self.watch = channel, ledger, recorder, watch
         self.tier = tier
         self.kept: defaultdict[tuple[int, int], Kept] = defaultdict(Kept)
-        self._offloaded: list[Offloaded] = []
+        self._copies: dict[Copy, Kept] = {}
         self._local_bytes = 0
         self._training = True
         self._microbatches: Sequence[Microbatch] = ()
@@ -345,9 +329,9 @@ class Rank:
         """
         self.operations.wait_for_all()
         self.reduce_and_step.pending = None
-        for offloaded in self._offloaded:
-            offloaded.copy.discard()
-        self._offloaded = []
+        for copy in self._copies:
+            copy.discard()
+        self._copies.clear()
         for kept in self.kept.values():
             self._release_inputs(kept)
         self._local_bytes = 0
@@ -583,56 +567,57 @@ class Rank:
         leaving = {s: t for s, t in kept.residuals.items() if s.kind == "residual" and s.name in names}
         for slot in leaving:
             del kept.residuals[slot]
-        kept.offloaded = Offloaded(self._tier.offload(work.text, leaving), kept, work.text)
-        self._offloaded.append(kept.offloaded)
+        kept.copy = self._tier.offload(work.text, leaving)
+        self._copies[kept.copy] = kept
         self._count_host()
 
     def _await_offload(self, work: RankWork) -> None:
-        offloaded = self.kept[work.key].offloaded
-        if offloaded is not None and not offloaded.off_device:
-            self._finish_leaving(offloaded, work.text)
+        copy = self.kept[work.key].copy
+        if copy is not None and not copy.off_device:
+            self._finish_leaving(copy, work.text)
 
-    def _finish_leaving(self, offloaded: Offloaded, text: str) -> None:
+    def _finish_leaving(self, copy: Copy, text: str) -> None:
         with self.recorder.record("recv", text):
-            offloaded.copy.leave(self.watch.check)
+            copy.leave(self.watch.check)
         self._count_copies()
 
     def _reload(self, work: RankWork) -> None:
         """Begin to copy them back; `_take_back` puts them where they were."""
-        offloaded = self.kept[work.key].offloaded
-        if offloaded is not None:
-            offloaded.copy.reload()
-            offloaded.reload = work.text
+        kept = self.kept[work.key]
+        if kept.copy is not None:
+            kept.copy.reload()
             self._count_copies()
+            kept.copy.reload_action = work.text
+            if kept.copy.off_device:
+                self._count_residuals(work.text, kept, kept.copy.bytes)
 
     def _take_back(self, kept: Kept) -> None:
         """Wait for what a micro-batch has on the tier: what comes next reads it."""
-        offloaded = kept.offloaded
-        if offloaded is None:
+        copy = kept.copy
+        if copy is None:
             return
-        with self.recorder.record("recv", offloaded.reload):
-            kept.residuals |= offloaded.copy.take(self.watch.check)
+        with self.recorder.record("recv", copy.reload_action):
+            kept.residuals |= copy.take(self.watch.check)
         self._count_copies()
-        if offloaded.copy.reload_span is not None:
-            self.recorder.copied("h2d", offloaded.reload, *offloaded.copy.reload_span)
-        self._offloaded.remove(offloaded)
-        kept.offloaded = None
+        if copy.reload_span is not None:
+            self.recorder.copied("h2d", copy.reload_action, *copy.reload_span)
+        del self._copies[copy]
+        kept.copy = None
 
     def _count_copies(self) -> None:
         """Enter into the ledger what copies have done since the last time; waits for none of them."""
         if self._tier.used_bytes != self.ledger.host:
             self._count_host()
-        for offloaded in self._offloaded:
-            copy = offloaded.copy
-            if not offloaded.off_device and copy.gone():
-                offloaded.off_device = True
-                self._count_residuals(offloaded.offload, offloaded.kept, -copy.bytes)
-                if copy.offload_span is not None:
-                    self.recorder.freed(copy.bytes, copy.offload_span[1])
-                    self.recorder.copied("d2h", offloaded.offload, *copy.offload_span)
-            if offloaded.off_device and offloaded.reload and not offloaded.on_device:
-                offloaded.on_device = True
-                self._count_residuals(offloaded.reload, offloaded.kept, copy.bytes)
+        for copy, kept in self._copies.items():
+            if copy.off_device or not copy.gone():
+                continue
+            copy.off_device = True
+            self._count_residuals(copy.action, kept, -copy.bytes)
+            if copy.offload_span is not None:
+                self.recorder.freed(copy.bytes, copy.offload_span[1])
+                self.recorder.copied("d2h", copy.action, *copy.offload_span)
+            if copy.reload_action:  # it is on its way back by now
+                self._count_residuals(copy.reload_action, kept, copy.bytes)
 
     def _count_host(self) -> None:
         ledger, size = self.ledger, self._tier.used_bytes
@@ -676,7 +661,7 @@ class Rank:
             self._count_boundary()
             if finished:
                 continue
-            leaving = next((each for each in self._offloaded if not each.off_device), None)
+            leaving = next((copy for copy in self._copies if not copy.off_device), None)
             if leaving is not None:
                 self._finish_leaving(leaving, "ROOM")
             if leaving is None or not leaving.off_device:
@@ -692,9 +677,9 @@ class Rank:
             return self.channel.opening_bytes(work.message)
         if work.kind == STEP:
             return self.reduce_and_step.needed_bytes(work)
-        offloaded = self.kept[work.key].offloaded if work.kind == RELOAD else None
+        copy = self.kept[work.key].copy if work.kind == RELOAD else None
         # Where it is still on its way there, RELOAD waits for that copy.
-        return offloaded.copy.bytes if offloaded is not None and offloaded.off_device else 0
+        return copy.bytes if copy is not None and copy.off_device else 0
 
 
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:

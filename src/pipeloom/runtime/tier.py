@@ -8,6 +8,7 @@ A `Copy` is one micro-batch's residuals on their way there and back, beside the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,13 +29,16 @@ class TensorLayout:
     device: torch.device
     bytes: int
 
-    @staticmethod
-    def of(slot: Slot, tensor: Tensor) -> TensorLayout:
-        return TensorLayout(slot, StorageView.of(tensor), tensor.device, tensor.untyped_storage().nbytes())
-
     def around(self, raw: Tensor) -> Tensor:
         """The tensor whose storage is that of `raw` (uint8, `bytes` long)."""
         return self.view.on(raw.untyped_storage())
+
+
+def layouts_of(residuals: Tensors) -> tuple[TensorLayout, ...]:
+    return tuple(
+        TensorLayout(slot, StorageView.of(tensor), tensor.device, tensor.untyped_storage().nbytes())
+        for slot, tensor in residuals.items()
+    )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -43,41 +47,55 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return raw.set_(tensor.untyped_storage())
 
 
-class Copy(Protocol):
+@dataclass(eq=False, kw_only=True)
+class Copy(ABC):
     """One micro-batch's residuals on a tier, or on their way there or back.
 
+    action: the text of the OFFLOAD.  reload_action: of the RELOAD, once it has run.
+    layouts: how they looked at their storages, those that were copied.
     offload_span, reload_span: marks of the recorder's clock, start and end of the copy to the tier and of
     the copy back; each is known once that copy has ended.
+    off_device: whether the rank has seen that they have left the device.
     """
 
-    offload_span: tuple[object, object] | None
-    reload_span: tuple[object, object] | None
+    action: str
+    layouts: tuple[TensorLayout, ...]
+    reload_action: str = ""
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
+    off_device: bool = False
 
     @property
     def bytes(self) -> int:
         """Of the tensors' storages."""
+        return sum(layout.bytes for layout in self.layouts)
 
+    @abstractmethod
     def gone(self) -> bool:
         """Whether they have left the device; never blocks.
 
         Raises: OffloadError if the copy failed.
         """
 
+    @abstractmethod
     def leave(self, check: Callable[[], None]) -> None:
         """What comes next may take their room: whoever runs it, this thread or a device, waits for the copy.
 
         check: called now and then by a thread that waits, and may raise.  Raises: as `gone`.
         """
 
+    @abstractmethod
     def reload(self) -> None:
         """Begin to copy back, behind the copy there."""
 
+    @abstractmethod
     def take(self, check: Callable[[], None]) -> Tensors:
         """Wait until they are back; `check` is called now and then and may raise.
 
         Raises: OffloadError if they could not be written or read.
         """
 
+    @abstractmethod
     def discard(self) -> None:
         """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
 
