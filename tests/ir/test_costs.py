@@ -24,8 +24,8 @@ def test_seconds_by_kind() -> None:
     [
         ({"forward_s": -1.0}, "forward_s = -1.0"),
         ({"step_s": float("nan")}, "step_s = nan"),
-        ({"residual_bytes": -4}, "residual_bytes = -4.0"),
-        ({"transient_bytes": {"F": -1}}, r"transient_bytes\[F\] = -1.0"),
+        ({"residual_bytes": -4}, "residual_bytes = -4"),
+        ({"transient_bytes": {"F": -1}}, r"transient_bytes\[F\] = -1"),
         ({"static_bytes": {"weights": 1}}, "'weights'"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .errors import ConfigError, did_you_mean, shown
-from .text import LARGEST
+from .text import LARGEST, odd_figure
 
 GiB = 1024**3
 MiB = 1024**2
@@ -51,18 +51,13 @@ class Link:
     overhead_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (_amount(self.overhead_s) and _amount(self.overhead_s_per_byte)):
-            once, per_byte = shown(self.overhead_s), shown(self.overhead_s_per_byte)
-            raise ConfigError(
-                f"a message occupies its ranks for {once} s and {per_byte} s per byte",
-                hint="use times of at least 0 and below 1e30",
-            )
         bandwidth = self.bandwidth_bytes_per_s
-        if not (bandwidth > 0 and _amount(self.latency_s)) or sys.float_info.max < bandwidth < float("inf"):
+        if not bandwidth > 0 or sys.float_info.max < bandwidth < float("inf"):
             raise ConfigError(
-                f"link has bandwidth {shown(bandwidth)} B/s and latency {shown(self.latency_s)} s",
-                hint="bandwidth must be above 0, and latency at least 0 and below 1e30",
+                f"link has bandwidth {shown(bandwidth)} B/s",
+                hint="use one above 0; inf where size costs no time",
             )
+        _refuse_odd("link", vars(self) | {"bandwidth_bytes_per_s": None})
 
     def transfer_s(self, size: int) -> float:
         """Seconds to move `size` bytes: latency + size / bandwidth.
@@ -150,14 +145,7 @@ class Device:
                     f"device {self.name} has flops_per_s[{dtype}] = 0",
                     hint="give a rate above 0; leave out what it cannot compute in",
                 )
-        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
-        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
-        for name, amount in [(name, getattr(self, name)) for name in names] + rates:
-            if not _amount(amount):
-                raise ConfigError(
-                    f"device {self.name} has {name} = {shown(amount)}",
-                    hint="rates, times and sizes are at least 0, and below 1e30",
-                )
+        _refuse_odd(f"device {self.name}", vars(self) | {"host_link": None, "host_link_back": None})
 
     @property
     def reload_link(self) -> Link | None:
@@ -245,9 +233,12 @@ def refuse_too_many(devices: int) -> None:
         )
 
 
-def _amount(value: float) -> bool:
-    """Whether it is at least 0 and below `LARGEST`; NaN is neither."""
-    return 0 <= value < LARGEST
+def _refuse_odd(what: str, figures: Mapping[str, object]) -> None:
+    if (odd := odd_figure(figures)) is not None:
+        raise ConfigError(
+            f"{what} has {odd[0]} = {shown(odd[1])}",
+            hint="rates, times and sizes are at least 0, and below 1e30",
+        )
 
 
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:

@@ -9,6 +9,7 @@ from .action import KINDS, Action, B, F, I, Kind, W
 from .errors import ConfigError
 from .operation import OPERATIONS
 from .schedule import Pair
+from .text import odd_figure
 
 STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers", "batch")
 """Kinds of memory that a stage holds from the first action of a step to the last."""
@@ -63,25 +64,15 @@ class StageCost:
                 f"stage cost has static bytes of kind {unknown[0]!r}",
                 hint=f"the kinds are {', '.join(STATIC_KINDS)}",
             )
-        for name, amount in self._amounts():
-            if not 0 <= amount < float("inf"):
-                raise ConfigError(
-                    f"stage cost has {name} = {amount}", hint="times and sizes are finite and at least 0"
-                )
+        if (odd := odd_figure(vars(self))) is not None:
+            raise ConfigError(
+                f"stage cost has {odd[0]} = {odd[1]}", hint="times and sizes are at least 0, and below 1e30"
+            )
         if (away := self.offloaded_bytes + self.recomputed_bytes) > self.residual_bytes:
             raise ConfigError(
                 f"stage cost offloads and recomputes {away} bytes of {self.residual_bytes}",
                 hint="offloaded_bytes and recomputed_bytes are part of residual_bytes",
             )
-
-    def _amounts(self) -> list[tuple[str, float]]:
-        times = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s", "pair_factor")
-        moves = ("offload_s", "reload_s", "recompute_s")
-        sizes = ("residual_bytes", "carried_bytes", "offloaded_bytes", "recomputed_bytes")
-        names = (*times, *moves, *sizes)
-        plain = [(name, float(getattr(self, name))) for name in names]
-        tables = ("other_s", "static_bytes", "transient_bytes", "tied_bytes", "pair_s")
-        return plain + [(f"{t}[{k}]", float(v)) for t in tables for k, v in getattr(self, t).items()]
 
     def seconds(self, kind: Kind) -> float:
         """How long an action takes; 0 for a kind that has no field and that `other_s` does not name.

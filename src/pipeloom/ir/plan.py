@@ -11,7 +11,6 @@ node, or a faster link. What a replica sends to the next stage goes W ranks furt
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,7 +24,7 @@ from .memory_policy import MemoryPolicy
 from .schedule import Schedule, parse_pairs, parse_rows, rows_text
 from .stages import StageGraph, cut, replicate
 from .steady import SteadyStep, parse_steady
-from .text import load_noun, save_noun
+from .text import load_noun, odd_figure, save_noun
 from .weights import FLUSH, WEIGHT_POLICIES, Updates
 
 SCHEMA = 1
@@ -265,20 +264,10 @@ class Plan:
 
 def _impossible(plan: Plan) -> str | None:
     """The first number of a plan that no plan can have, or numbers of ranks that it is not for."""
-    numbers: dict[str, float] = {"predicted_step_s": plan.predicted_step_s}
-    numbers |= {f"caps[{rank}]": cap for rank, cap in enumerate(plan.caps)}
-    numbers |= {f"peaks[{rank}]": peak for rank, peak in enumerate(plan.peaks)}
-    numbers |= {"microbatches": plan.microbatches - 1, "microbatch_size": plan.microbatch_size - 1}
-    numbers |= {"width": plan.width - 1, "delay_correction": plan.delay_correction}
-    numbers |= {"warm_up_with_flush": plan.warm_up_with_flush}
-    for index, stage in enumerate(plan.stages):
-        for noun, at in ((stage, f"stages[{index}]"), (stage.memory, f"stages[{index}].memory")):
-            figures = {f.name: getattr(noun, f.name) for f in fields(noun)}
-            numbers |= {f"{at}.{n}": v for n, v in figures.items() if isinstance(v, int | float)}
-    for name, number in numbers.items():
-        if not 0 <= number < math.inf:
-            shift = name in ("microbatches", "microbatch_size", "width")
-            return f"{name} is {shown(number + shift)}"
+    if (odd := odd_figure(vars(plan))) is not None:
+        return f"{odd[0]} is {shown(odd[1])}"
+    if none := [name for name in ("microbatches", "microbatch_size", "width") if not getattr(plan, name)]:
+        return f"{none[0]} is 0"
     for name, each in (("caps", plan.caps), ("peaks", plan.peaks)):
         if len(each) not in (0, plan.ranks):
             return f"{name} are of {len(each)} ranks, the plan is for {plan.ranks}"

@@ -10,7 +10,7 @@ import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from decimal import ROUND_CEILING, Decimal
 from math import isfinite
 from pathlib import Path
@@ -35,6 +35,31 @@ UNITS = {
 }
 LARGEST = 1e30
 """Sizes, times and rates from here on are refused."""
+
+
+def odd_figure(figures: Mapping[str, object]) -> tuple[str, float] | None:
+    """The first number that no size, time or rate can be: below 0, `LARGEST` and more, or NaN; and where it is.
+
+    figures: by name; those in mappings, sequences and dataclasses are looked at, too.
+
+    >>> odd_figure({"node": 0, "rates": {"float32": 1.0, "float64": -1.0}})
+    ('rates[float64]', -1.0)
+    """
+    for name, value in figures.items():
+        inside: dict[str, object] = {}
+        if isinstance(value, int | float):
+            if not 0 <= value < LARGEST:
+                return name, value
+        elif is_dataclass(value):
+            inside = {f"{name}.{key}": each for key, each in vars(value).items()}
+        elif isinstance(value, Mapping):
+            inside = {f"{name}[{key}]": each for key, each in value.items()}
+        elif isinstance(value, tuple | list):
+            inside = {f"{name}[{index}]": each for index, each in enumerate(value)}
+        if inside and (odd := odd_figure(inside)) is not None:
+            return odd
+    return None
+
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
