@@ -6,7 +6,6 @@ first failure wins: whoever posts later gets to know the earlier one, so that al
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
+
+from .one_thread import OneThread
 
 T = TypeVar("T")
 
@@ -138,9 +139,9 @@ class StoreCalls:
     """
 
     def __init__(self, connect: Callable[[], Store], name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[Future[Store]], None] | None] = queue.SimpleQueue()
+        self._thread = OneThread(name)
         self._connect: Callable[[], Store] | None = connect
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._connection: Future[Store]
 
     def call(self, use: Callable[[Store], T], limit_s: float, *, keep: bool = False) -> T:
         """What `use` returns.
@@ -148,19 +149,9 @@ class StoreCalls:
         keep: make the call even after the caller has given up, once those before it have returned.
         Raises: TimeoutError if it has not returned within the limit; what `use` raises, such as DistError.
         """
-        future: Future[T] = Future()
-
-        def run(connection: Future[Store]) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(use(connection.result()))
-            except Exception as error:  # whatever it is, it is the caller's
-                future.set_exception(error)
-
-        if self._thread.ident is None:
-            self._thread.start()
-        self._queue.put(run)
+        if self._connect is not None:  # which may hold the caller's store, and that is the caller's to close
+            self._connection, self._connect = self._thread.submit(self._connect), None
+        future = self._thread.submit(lambda: use(self._connection.result()))
         waited_s = 0.0
         while waited_s < limit_s:
             # Slices are counted and not time: this process may have been frozen itself, as by Ctrl-Z.
@@ -176,21 +167,8 @@ class StoreCalls:
         raise TimeoutError(f"the store has not answered for {limit_s:g} s")
 
     def close(self) -> None:
-        """No more calls will come. A call that does not return keeps its thread, but not the process."""
-        if self._thread.ident is not None:
-            self._queue.put(None)
-            self._thread.join(CLOSING_S)
-
-    def _run(self) -> None:
-        connection: Future[Store] = Future()
-        assert self._connect is not None, "it runs once"
-        try:
-            connection.set_result(self._connect())
-        except Exception as error:  # every call raises it
-            connection.set_exception(error)
-        self._connect = None  # it may hold the caller's store, which is the caller's to close
-        while (use := self._queue.get()) is not None:
-            use(connection)
+        """No more calls will come."""
+        self._thread.close(CLOSING_S)
 
 
 class Board:

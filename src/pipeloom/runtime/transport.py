@@ -19,19 +19,21 @@ with torch 2.11 and 2.13):
 from __future__ import annotations
 
 import pickle
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented names
+
+from .one_thread import OneThread
 
 SMALL_BYTES = 1 << 16
 """Sends of a CPU up to this size are looked at only at the end of the step: to see whether one has ended
@@ -41,6 +43,9 @@ MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30
 """Tags from here on are ours, so a user's own messages on the same group do not mix with the pipeline's."""
 INTERRUPT_TAG = FIRST_TAG + MESSAGE_TAGS
+
+CLOSING_S = 2.0
+"""How long a transport that closes waits for the threads that wait for its sends."""
 
 NO_LIMIT = timedelta(days=30)
 """For waits that another wait's time limit covers."""
@@ -191,7 +196,7 @@ class GlooTransport(Transport):
 
     def __init__(self, group: Group | None, make: MakeGroup) -> None:
         super().__init__(group, make)
-        self._send_waiters: dict[int, _SendWaiter] = {}
+        self._sending: dict[int, OneThread] = {}
         # gloo's thread is not to be the last to let go of it.
         self._last_collective: dist.Work | None = None
 
@@ -206,10 +211,9 @@ class GlooTransport(Transport):
         return self._waited_for(send.work, target) if isinstance(send, GlooTransfer) else send
 
     def _waited_for(self, work: dist.Work, target: int) -> PendingTransfer:
-        waiter = self._send_waiters.get(target)
-        if waiter is None:
-            waiter = self._send_waiters[target] = _SendWaiter(f"pipeloom-send-{self.rank}-{target}")
-        return waiter.put(work)
+        if target not in self._sending:
+            self._sending[target] = OneThread(f"pipeloom-send-{self.rank}-{target}")
+        return _LargeSend(self._sending[target].submit(partial(work.wait, NO_LIMIT)))
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
@@ -253,8 +257,8 @@ class GlooTransport(Transport):
                     group.recv([nobody_sends_this], peer, INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        for waiter in self._send_waiters.values():
-            waiter.close()
+        for thread in self._sending.values():
+            thread.close(CLOSING_S)
         self._last_collective = None
         self._open.clear()
         self._group = None
@@ -292,65 +296,20 @@ class GlooTransfer:
         self._then()
 
 
-class _SendWaiter:
-    """The large sends to one rank, and the thread that waits for them one after the other."""
-
-    def __init__(self, name: str) -> None:
-        # Sends to one rank are waited for in the order in which they were posted, so that a count says which
-        # have ended. One thread writes it and others read it: no lock is needed. After one that failed none
-        # counts: the connection is gone.
-        self.completed = 0
-        self.error = ""
-        self._posted = 0
-        self._queue: queue.SimpleQueue[dist.Work | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, work: dist.Work) -> PendingTransfer:
-        self._queue.put(work)
-        self._posted += 1
-        return _LargeSend(self, self._posted)
-
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until all sends so far have ended, well or not; False if the time passes first."""
-        event = threading.Event()
-        self._queue.put(event)
-        return event.wait(timeout_s)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=2.0)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                item.wait(NO_LIMIT)
-                self.completed += not self.error
-            except RuntimeError as error:
-                self.error = self.error or _first_line(error)
-            del item  # or it would keep what it has sent until the next one
-
-
 class _LargeSend:
-    """The `number`-th send of a waiter, counted from 1."""
+    """A send that a thread waits for. ended: returns once it has."""
 
-    def __init__(self, waiter: _SendWaiter, number: int) -> None:
-        self._waiter = waiter
-        self._number = number
+    def __init__(self, ended: Future[Any]) -> None:
+        self._ended = ended
 
     def done(self) -> bool:
-        return self._waiter.completed >= self._number
+        return self._ended.done() and self._ended.exception() is None
 
     def wait(self, timeout_s: float) -> None:
-        if self.done():
-            return
-        if not self._waiter.wait_for_all(timeout_s):
-            raise TimeoutError
-        if not self.done():
-            raise ConnectionError(self._waiter.error)
+        try:
+            self._ended.result(timeout_s)
+        except RuntimeError as error:
+            raise ConnectionError(_first_line(error)) from None
 
 
 def _tag(index: int) -> int:
