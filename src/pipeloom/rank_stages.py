@@ -23,7 +23,7 @@ from .lowering.passes import lower
 from .options import Options
 from .profiler.roofline import product_flops
 from .runnable import refuse_master_weights
-from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from .runtime.batches import agree_on_layouts, rows_of, signature_of
 from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
 from .runtime.rank import Variant
@@ -294,7 +294,7 @@ class StageVariants:
                     if missing
                     else "pad or cut the batch to the planned size, or plan for this one",
                 )
-        agree_on_refusal(self._rank.channel, refusal)
+        self._rank.channel.agree(refusal, None)
         return made[0]
 
 

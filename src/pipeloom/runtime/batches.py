@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..ir.errors import BatchError, CommunicationError, PipeloomError, of_type
+from ..ir.errors import BatchError, CommunicationError, of_type
 from ..ir.stages import StageGraph
 from ..ir.user_code import call_own
 from .channel import Channel
@@ -178,7 +178,7 @@ def agree_on_batch(
     total = mine.clone()
     channel.all_reduce(total)
     if total[2]:  # first, as whoever refuses may not know any shapes
-        agree_on_refusal(channel, refusal)
+        channel.agree(refusal, None)
     if not torch.equal(total[:2], channel.ranks * mine[:2]):
         raise BatchError(
             f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have another",
@@ -195,23 +195,6 @@ def batch_digest(shapes: tuple[str, ...], refusal: BatchError | None, checksum: 
     """
     mine = float(zlib.crc32(repr((shapes, checksum)).encode()) % 2**21)
     return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
-
-
-def agree_on_refusal(channel: Channel, refusal: PipeloomError | None) -> None:
-    """If one rank cannot use its batch, none may begin the step. Every rank calls it, before anything of the
-    step is sent.
-
-    refusal: why this rank cannot use its batch.
-    Raises: on all ranks if any refuses: its own reason, or else a BatchError with the lowest such rank's.
-    """
-    mine = None if refusal is None else (refusal.message, refusal.hint)
-    everyone = channel.all_gather_object(mine)
-    if refusal is not None:
-        raise refusal
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            message, hint = theirs
-            raise BatchError(f"{message} (rank {rank})", hint=hint)
 
 
 def agree_on_layouts(channel: Channel, stages: StageGraph) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented names
 
-from ..ir.errors import CommunicationError, PeerError
+from ..ir.errors import CommunicationError, PeerError, PipeloomError
 from ..tracer.tensors import has_order, permute_to_memory
 from .board import Board
 from .device_transport import DeviceTransport, device_group
@@ -358,9 +358,25 @@ class Channel:
         self.watch.wait(what, others, lambda: values.extend(gather(value, self._timeout_s)))
         return values
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The small picklable object that rank `source` has."""
-        return self.all_gather_object(value if self.rank == source else None)[source]
+    def broadcast_object(self, value: Any) -> Any:
+        """The small picklable object that rank 0 has."""
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
+
+    def agree(
+        self, refusal: PipeloomError | None, value: T, what: str = "control data from all ranks"
+    ) -> list[T]:
+        """What every rank brings, in rank order, unless one refuses: so none goes on without another. As all
+        must reach it, a rank that has failed brings its error here instead of raising it.
+
+        Raises: on all ranks if any refuses: its own refusal, or else that of the lowest such rank.
+        """
+        everyone: list[tuple[PipeloomError | None, T]] = self.all_gather_object((refusal, value), what)
+        if refusal is not None:
+            raise refusal
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs is not None:
+                raise type(theirs)(f"{theirs.message} (rank {rank})", hint=theirs.hint)
+        return [brought for _, brought in everyone]
 
     def _take_buffers(self, source: MessageSource, count: int) -> None:
         """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""

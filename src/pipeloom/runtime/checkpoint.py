@@ -123,7 +123,7 @@ def save(
             files.prepare(directory, step)
     except CheckpointError as error:
         problem = error
-    parts = _agree((problem, (index, list(tensors))), channel, _SAVE)
+    parts = _agree(problem, (index, list(tensors)), channel, _SAVE)
     lower = {key for _, keys in parts[:rank] for key in keys}
     name, written, problem = f"rank-{rank}.safetensors", dict[str, tuple[int, int]](), None
     tensors = {key: tensor for key, tensor in tensors.items() if key not in lower}
@@ -139,7 +139,7 @@ def save(
             hint="is the disk full, and do all ranks see it? checkpoints that were complete before stay",
         )
     try:
-        sums = _agree((problem, written), channel, _SAVE)
+        sums = _agree(problem, written, channel, _SAVE)
     except CheckpointError:
         if rank == 0:
             files.discard(partial)
@@ -150,7 +150,7 @@ def save(
             files.publish(partial, _merge(parts, sums), keep=keep)
         except CheckpointError as error:
             problem = error
-    _agree((problem, None), channel, _SAVE)
+    _agree(problem, None, channel, _SAVE)
     return partial.with_suffix("")
 
 
@@ -181,7 +181,7 @@ def load(
         _require_fits(state, index)
     except CheckpointError as error:
         problem = error
-    seen = _agree((problem, (path.name, [*map(state.own_name, state.model)])), channel, _LOAD)
+    seen = _agree(problem, (path.name, [*map(state.own_name, state.model)]), channel, _LOAD)
     assert index is not None and saved is not None
     for other, (name, _) in enumerate(seen):
         if name != seen[0][0]:
@@ -209,7 +209,7 @@ def load(
         _restore_optimizers(state, index, saved)
     except CheckpointError as error:
         problem = error
-    _agree((problem, None), channel, _LOAD)
+    _agree(problem, None, channel, _LOAD)
     return index.step, dict(index.extra)
 
 
@@ -297,7 +297,7 @@ def find_weights(
             )
             break
         found[name] = loaded if rows is None else loaded[rows.start : rows.stop]
-    _agree((problem, None), channel, "all ranks to load weights")
+    channel.agree(problem, None, "all ranks to load weights")
     return found
 
 
@@ -325,7 +325,7 @@ def write_weights(
             save_file(_apart(tensors), path, metadata={"format": "pt", **aliases})
         except (OSError, SafetensorError) as error:
             problem = CheckpointError(f"cannot write {path}: {error}", hint="choose another file")
-    _agree((problem, None), channel, "rank 0 to write the weights")
+    channel.agree(problem, None, "rank 0 to write the weights")
 
 
 _SAVE, _LOAD = "all ranks to save a checkpoint", "all ranks to load a checkpoint"
@@ -459,20 +459,13 @@ def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[i
     )
 
 
-def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what: str) -> list[T]:
-    """What every rank brings, in rank order: one all-gather, which every rank must reach.
-
-    So a rank that has failed brings its error instead of raising it.
-    Raises: CheckpointError on all ranks, with the error of the lowest rank that brings one.
-    """
-    everyone: list[tuple[CheckpointError | None, T]] = [mine]
+def _agree(problem: CheckpointError | None, mine: T, channel: Channel | None, what: str) -> list[T]:
+    """See `Channel.agree`."""
     if channel is not None:
-        everyone = channel.all_gather_object(mine, what)
-    for rank, (problem, _) in enumerate(everyone):
-        if problem is not None:
-            where = f" (rank {rank})" if channel is not None and rank != channel.rank else ""
-            raise CheckpointError(problem.message + where, hint=problem.hint)
-    return [value for _, value in everyone]
+        return channel.agree(problem, mine, what)
+    if problem is not None:
+        raise problem
+    return [mine]
 
 
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:

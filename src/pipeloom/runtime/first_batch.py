@@ -52,10 +52,7 @@ class FirstBatches:
             except BatchError as error:
                 refusal = error
         shapes = None if batch is None else {n: (tuple(t.shape), _name(t.dtype)) for n, t in tensors.items()}
-        said = (refusal.message, refusal.hint) if refusal is not None else None
-        shapes, said = channel.broadcast_object((shapes, said))
-        if said is not None:
-            raise BatchError(said[0], hint=said[1])
+        shapes = channel.agree(refusal, shapes)[0]
         if shapes is None:
             return None
         if whole or self._whole:

@@ -84,9 +84,6 @@ class NullChannel(Channel):
     def all_gather_object(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.ranks
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value
-
     def _make(self, value: Value) -> Tensor:
         example = self._examples.get(value.name)
         if example is not None and tuple(example.shape) == value.shape:
