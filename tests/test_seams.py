@@ -28,7 +28,7 @@ from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
+from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.planners import PLANNERS, by_cuts
 from pipeloom.planner.request import Planner
@@ -157,7 +157,7 @@ def test_a_weight_policy() -> None:
         version=lambda microbatch, every, newest: max(newest - 1, 0),
         copies=lambda in_flight: 3,
     )
-    register_weight_policy("late", late)
+    WEIGHT_POLICIES["late"] = late
 
     stages = chain(STAGES)
     made = registry.build("1f1b", stages, (0, 1), MICROBATCHES)

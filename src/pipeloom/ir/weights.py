@@ -87,22 +87,7 @@ WEIGHT_POLICIES: dict[str, WeightPolicy] = {
         kept=2,
     ),
 }
-"""The one table of policies; `register_weight_policy` adds to it."""
-
-
-def register_weight_policy(name: str, policy: WeightPolicy) -> None:
-    """Make a policy known by a name. Raises: ScheduleError if the name is taken.
-
-    >>> from unittest.mock import patch
-    >>> slow = WeightPolicy(about="", version=lambda k, every, newest: 0, copies=lambda in_flight: 1)
-    >>> with patch.dict(WEIGHT_POLICIES):
-    ...     register_weight_policy("frozen", slow)
-    ...     Updates(policy="frozen").rule is slow
-    True
-    """
-    if name in WEIGHT_POLICIES:
-        raise ScheduleError(f"a weight policy named {name!r} exists already", hint="choose another name")
-    WEIGHT_POLICIES[name] = policy
+"""The one table of policies: another one is a further entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
