@@ -98,7 +98,7 @@ def test_what_the_cpu_casts_and_a_gpu_does_not_is_left_alone() -> None:
 
 
 def test_the_cpus_lists_are_back_afterwards() -> None:
-    with autocast_region(Autocast(torch.bfloat16, "cuda")), autocast_region(Autocast(torch.bfloat16, "cuda")):
+    with autocast_region(Autocast(torch.bfloat16, "cuda")):
         pass
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.softmax(low, -1).dtype == torch.bfloat16

@@ -13,7 +13,6 @@ will run on, so the lists of the CPU are replaced for that time by those of the 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .random import TRACING_LOCK
 
 LOWER_PRECISION = tuple(
     """_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -76,9 +77,6 @@ COMPOSED = tuple(
 """In no list, but made of operations that are: a graph that kept one whole would cast nothing inside it."""
 
 _KEY = torch._C.DispatchKey.AutocastCPU
-_lock = threading.Lock()
-_users = 0
-_library: Library | None = None
 
 
 class Autocast(NamedTuple):
@@ -92,7 +90,8 @@ class Autocast(NamedTuple):
 def autocast_region(autocast: Autocast | None, *, run_on: str = "cpu") -> Iterator[None]:
     """Tensors on `run_on` are cast like that in the block; with None not at all.
 
-    While CPU tensors are cast as on another device, those of all threads are.
+    While CPU tensors are cast as on another device, those of all threads are; only one thread at a time is
+    in such a block, and no block in another.
 
     >>> x = torch.ones(2, 2)
     >>> for device in ("cuda", "cpu"):
@@ -107,19 +106,13 @@ def autocast_region(autocast: Autocast | None, *, run_on: str = "cpu") -> Iterat
         with region:
             yield
         return
-    global _users, _library
-    with _lock:
-        _users += 1
-        _library = _library or _lists_of_accelerators()
-    try:
-        with region:
-            yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _library._destroy()  # type: ignore[no-untyped-call]
-                _library = None
+    with TRACING_LOCK:
+        library = _lists_of_accelerators()
+        try:
+            with region:
+                yield
+        finally:
+            library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _lists_of_accelerators() -> Library:
