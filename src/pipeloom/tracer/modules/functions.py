@@ -25,7 +25,7 @@ from .absent import KEEP_TOGETHER
 from .intercept import call_name
 from .path import PATH_PREFIX, ForwardPath, decode_path, encode_path
 from .record import LOSS
-from .run import StageRun, StageRunResult, StageTask, lack_of_data_explained
+from .run import StageRun, StageTask, lack_of_data_explained
 from .skeleton import ModuleUnit, Skeleton
 
 _GRAPH = Slot("graph", "autograd")
@@ -107,12 +107,12 @@ class ModuleFunctions(StageFunctions):
 
         with self._measuring("forward"):
             with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
-                result, outputs = self._run(graph, inputs)
+                run, outputs = self._run(graph, inputs)
                 self._refuse_lost_leaves(graph)
-                results = self._outputs(result, taken, self._device(inputs))
-            graph.outputs = {n: t for n, t in result.bound.items() if t.requires_grad and n in self.sent}
-            if result.loss is not None and result.loss.requires_grad:
-                graph.outputs[LOSS] = result.loss
+                results = self._outputs(run, taken, self._device(inputs))
+            graph.outputs = {n: t for n, t in run.bound.items() if t.requires_grad and n in self.sent}
+            if run.made_loss is not None and run.made_loss.requires_grad:
+                graph.outputs[LOSS] = run.made_loss
         self.saved_inputs = frozenset(n for n, t in inputs.items() if t.untyped_storage()._cdata in kept)
         if not self.differentiable:
             graph.clear()
@@ -182,9 +182,9 @@ class ModuleFunctions(StageFunctions):
         graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
         graph.state = self._cloned(state)
         with torch.no_grad(), evaluation_mode(self.skeleton.model):
-            result, _ = self._run(graph, inputs, training=False)
+            run, _ = self._run(graph, inputs, training=False)
             taken = storage_ids([*state.values(), *inputs.values()])
-            return self._outputs(result, taken, self._device(inputs))
+            return self._outputs(run, taken, self._device(inputs))
 
     def _device(self, inputs: Mapping[str, Tensor]) -> torch.device:
         return inputs[self.batch[0]].device
@@ -212,7 +212,7 @@ class ModuleFunctions(StageFunctions):
 
     def _run(
         self, graph: _Graph, inputs: Mapping[str, Tensor], *, training: bool = True
-    ) -> tuple[StageRunResult, dict[str, Tensor]]:
+    ) -> tuple[StageRun, dict[str, Tensor]]:
         """Run the forward. Returns also the buffers that changed, as `buffer:FQN`."""
         device = self._device(inputs)
         later = self.task.recording.changed_later
@@ -235,7 +235,7 @@ class ModuleFunctions(StageFunctions):
         )
         with self.skeleton.using(graph.state), autocast_region(self.autocast, run_on=device.type):
             with lack_of_data_explained(self.task):
-                result = run.run(self.job, batch)
+                run.run(self.job, batch)
             graph.resolved = run.resolved
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
@@ -244,7 +244,7 @@ class ModuleFunctions(StageFunctions):
             for name, tensor in now.items()
             if name in self.updated or (tensor is not graph.state[name] and not tensor.requires_grad)
         }
-        return result, changed
+        return run, changed
 
     def _refuse_lost_leaves(self, graph: _Graph) -> None:
         """A user's own function mode can hide autograd functions, which then take over what they return."""
@@ -254,19 +254,19 @@ class ModuleFunctions(StageFunctions):
 
     # --- after a run ------------------------------------------------------------------------------
 
-    def _outputs(self, result: StageRunResult, taken: set[int], device: torch.device) -> dict[str, Tensor]:
+    def _outputs(self, run: StageRun, taken: set[int], device: torch.device) -> dict[str, Tensor]:
         """What is sent, and the loss, each with a storage of its own and without graph."""
         outputs = {}
         for name in self.sent:
             value = self.values[name]
             if name.startswith(PATH_PREFIX):
-                outputs[name] = encode_path(result.path, value, device)
-            elif name in result.bound:
-                outputs[name] = _checked(result.bound[name], value)
+                outputs[name] = encode_path(run.path, value, device)
+            elif name in run.bound:
+                outputs[name] = _checked(run.bound[name], value)
             else:
                 outputs[name] = _never_read(value, device)
-        if result.loss is not None:
-            outputs[LOSS] = result.loss
+        if run.made_loss is not None:
+            outputs[LOSS] = run.made_loss
         unavailable = set(taken)
         return {name: ensure_unshared(tensor.detach(), (), unavailable) for name, tensor in outputs.items()}
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from traceback import clear_frames
 from typing import Any
@@ -192,21 +192,14 @@ class _Stop(BaseException):
     """Everything that the stage runs has run. Not an Exception, so that user code does not catch it."""
 
 
-@dataclass(eq=False)
-class StageRunResult:
-    """bound: values for other stages.  path: the way up to where it stopped."""
-
-    bound: dict[str, Tensor] = field(default_factory=dict)
-    loss: Tensor | None = None
-    path: ForwardPath = field(default_factory=ForwardPath)
-
-
 class StageRun(InterceptedForward):
     """A run of one stage on one micro-batch.
 
     received: values by name.  earlier_path: the way that earlier stages took.  device: where tensors are.
 
-    result: what it gives.  bound_inputs: received values that stand for a tensor of this run by now.
+    bound: what it makes for other stages.  made_loss: the loss, if it makes that.
+    path: the way up to where it stopped.
+    bound_inputs: received values that stand for a tensor of this run by now.
     resolved: tensor without data -> the received one that it stands for.
     overwritten: storages with new content that is on another stage.
     stages_passed: stages we receive from that have stopped where this run is.
@@ -230,23 +223,24 @@ class StageRun(InterceptedForward):
         self.earlier_path = earlier_path
         self.device = device
         self.training = training
-        self.result = StageRunResult()
+        self.bound: dict[str, Tensor] = {}
+        self.made_loss: Tensor | None = None
+        self.path = ForwardPath()
         self.bound_inputs: set[str] = set()
         self.resolved: Any = WeakTensorKeyDictionary()
         self.overwritten: dict[int, Tensor] = {}
         self.stages_passed: set[int] = set()
         self.versions: dict[str, int] = {}
 
-    def run(self, job: Job, batch: Mapping[str, Tensor]) -> StageRunResult:
+    def run(self, job: Job, batch: Mapping[str, Tensor]) -> None:
         """Run the stage's part. State has been put into the skeleton."""
         with suppress(_Stop):
             loss = self.loss(job, batch)
             if self.task.makes_loss:
-                self.result.loss = self._data(loss, "the loss")
-        for name, tensor in self.result.bound.items():
+                self.made_loss = self._data(loss, "the loss")
+        for name, tensor in self.bound.items():
             if tensor._version != self.versions[name]:
                 raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
-        return self.result
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
         run, preserve, *arguments = args
@@ -354,7 +348,7 @@ class StageRun(InterceptedForward):
             tensor = self._data(leaf, name)
             # what is sent is what it is now
             tensor = tensor.clone() if name in self.task.recording.changed_later else tensor
-            self.result.bound[name] = tensor
+            self.bound[name] = tensor
             self.versions[name] = tensor._version
         return leaf
 
@@ -362,7 +356,7 @@ class StageRun(InterceptedForward):
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
-        decisions = self.result.path.decisions
+        decisions = self.path.decisions
         tensor = tensors_of((args, kwargs))[0]
         count = count_numbers(name, tensor)
         if absent or len(decisions) + count <= len(self.earlier_path.decisions):
@@ -373,7 +367,7 @@ class StageRun(InterceptedForward):
 
     def _decided(self) -> float:
         """The number that an earlier stage read here. Raises: CutError if none did."""
-        decisions = self.result.path.decisions
+        decisions = self.path.decisions
         if len(decisions) == len(self.earlier_path.decisions):
             where = f"after {self.stretch}" if self.stretch else "at its start"
             raise CutError(
@@ -417,13 +411,13 @@ class StageRun(InterceptedForward):
 
     def _bind_all(self, names: Mapping[int, str], leaves: list[Any]) -> None:
         for index, name in names.items():
-            done = name in self.bound_inputs or name in self.result.bound
+            done = name in self.bound_inputs or name in self.bound
             if not done and index < len(leaves) and isinstance(leaves[index], (Tensor, MissingValue)):
                 leaves[index] = self._bind(name, leaves[index])
 
     def _note_call(self, unit: ModuleUnit) -> None:
         """Note a call. Raises: CutError if earlier stages called another unit here."""
-        calls, earlier = self.result.path.calls, self.earlier_path.calls
+        calls, earlier = self.path.calls, self.earlier_path.calls
         number = self.task.units.index(unit.fqn)
         if len(calls) < len(earlier) and earlier[len(calls)] != number:
             raise CutError(
