@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeloom.runtime.weights import Gradients
-from pipeloom.tracer.stage.compiled import compile_graph, predict_memory, run_measured
+from pipeloom.tracer.stage.compiled import compile_graph, peak_bytes
 from pipeloom.tracer.stage.split import add_gradient, add_in_place, add_product, add_products
+from pipeloom.tracer.tensors import LiveBytes
 
 aten = torch.ops.aten
 SHAPE = (8, 16)
@@ -41,17 +42,18 @@ def targets(graph: fx.Graph) -> list[object]:
 
 
 def assert_equal_every_way(graph: fx.Graph, write: Callable[..., object]) -> None:
-    """Run it in two ways and eagerly: equal results, inputs untouched, memory as predicted."""
+    """Run it compiled and eagerly: equal results, inputs untouched, memory as predicted."""
     torch.manual_seed(0)
     inputs = [torch.randn(SHAPE), torch.randn(SHAPE)]
     before = [t.clone() for t in inputs]
     made = write(lambda target, *args: target(*args), *before)
     expected = made if isinstance(made, tuple) else (made,)
-    again, measured = run_measured(graph, None, [*inputs], {})
-    for results in (compile_graph(graph, None)([*inputs]), again):
-        assert all(map(torch.equal, results, expected))
+    run, _ = compile_graph(graph, None)
+    with LiveBytes() as live:
+        results = run([*inputs])
+    assert all(map(torch.equal, results, expected))
     assert all(map(torch.equal, inputs, before))
-    assert measured == predict_memory(graph, {})
+    assert live.peak_bytes == peak_bytes(graph, {})
 
 
 ADD, IN_PLACE, MUL, NEG, VIEW = (
@@ -120,7 +122,7 @@ def test_sums_are_made_in_place_where_nothing_reads_the_addend(
     graph = graph_of(write)
     assert [target for target in targets(graph) if target in (ADD, IN_PLACE)] == sums
     assert_equal_every_way(graph, write)
-    assert peak is None or predict_memory(graph, {}) == peak * BYTES
+    assert peak is None or peak_bytes(graph, {}) == peak * BYTES
 
 
 @pytest.mark.parametrize("read_otherwise", [False, True])
@@ -137,7 +139,7 @@ def test_a_product_that_is_only_a_gradient_is_added_as_it_is_made(read_otherwise
     factors = torch.randn(4, 8), torch.randn(8, 3)
     gradients = Gradients({"w": nn.Parameter(torch.randn(4, 3))})
     for _ in range(2):
-        compile_graph(graph, None)([gradients, *factors])
+        compile_graph(graph, None)[0]([gradients, *factors])
     torch.testing.assert_close(gradients.total("w"), 2 * factors[0] @ factors[1])
 
 
@@ -180,7 +182,7 @@ def test_torchs_own_function_runs_where_it_does_the_same(name: str) -> None:
         )
         node.meta["val"] = target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
     graph.output((node,))
-    run = compile_graph(graph, None)
+    run, _ = compile_graph(graph, None)
     called = [v for k, v in run.__globals__.items() if k.startswith("c") and callable(v)]
     assert called == [target._op if expected is None else expected]
     given = [tensors[a].clone() if isinstance(a, str) else a for a in args]

@@ -112,15 +112,15 @@ def numbered(seed: int, rows: int) -> dict[str, Tensor]:
 
 
 def test_a_number_that_an_op_does_not_take_is_told() -> None:
-    """In the first step, which goes op by op, in later ones, and where ops are timed."""
+    """In the first step, in later ones, and where ops are timed."""
     job = Job(model=lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), batch=numbered, loss=scores)
     plan = runs.even_plan(job, 2, microbatches=2)
 
     def train(seeds: Sequence[int]) -> list[Any]:
         return runs.each_rank(job, plan, lambda rank: [rank.step(numbered(seed, 4)) for seed in seeds])
 
-    for seeds, word in (((1,), "embedding"), ((0, 1), "IndexError")):
-        with pytest.raises(PipeloomError, match=f"forward of stage 0 fails.*{word}"):
+    for seeds in ((1,), (0, 1)):
+        with pytest.raises(PipeloomError, match="forward of stage 0 fails at aten.embedding.*IndexError"):
             train(seeds)
     double = Job(model=lambda: nn.Linear(3, 3), batch=lambda s, n: {"input": X[:n].double()}, loss=scores)
     with pytest.raises(CaptureError, match="Double"):

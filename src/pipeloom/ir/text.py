@@ -38,7 +38,7 @@ LARGEST = 1e30
 
 
 def odd_figure(figures: Mapping[str, object]) -> tuple[str, float] | None:
-    """The first number that no size, time or rate can be: below 0, `LARGEST` and more, or NaN; and where it is.
+    """The first number that no size or time can be, and where: below 0, `LARGEST` and more, or NaN.
 
     figures: by name; those in mappings, sequences and dataclasses are looked at, too.
 

@@ -629,7 +629,7 @@ class Rank:
     def _count_peak(self, work: RankWork, **left: int) -> None:
         """Enter what an action held while it ran. left: bytes by kind that outlive it."""
         wiring, kind = work.wiring, work.kind
-        if kind not in wiring.peak_bytes:  # the first run of a function measures it
+        if kind not in wiring.peak_bytes:  # the first run of modules measures it
             wiring.peak_bytes[kind] = wiring.functions.peak_bytes[PEAK_OF[kind]]
         peak = wiring.peak_bytes[kind]
         wiring.left_bytes[kind] = sum(left.values())

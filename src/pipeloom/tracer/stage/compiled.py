@@ -1,7 +1,7 @@
-"""An fx graph -> one plain Python function that frees every tensor at its last use.
+"""An fx graph -> one plain Python function that frees every tensor at its last use, and the most bytes alive.
 
 The function takes its inputs in a list and empties it, so that inputs the caller no longer holds are
-freed at their last use too. `measure` does the same node by node and reports the most bytes alive.
+freed at their last use too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dead
 
 
-def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
+SOURCE = "<pipeloom stage>"
+"""What Python calls the file of a compiled graph."""
+
+
+def compile_graph(graph: fx.Graph, attributes: object) -> tuple[BoxedFunction, dict[int, str]]:
     """Write the graph as Python source and compile it.
 
     attributes: the module that holds what `get_attr` nodes name.
+    Returns: also the op of each line that calls one.
     """
     names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
     scope: dict[str, Any] = {}
@@ -57,7 +62,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
         return constant(arg)
 
     placeholders = [names[n] for n in graph.nodes if n.op == "placeholder"]
-    lines = ["def run(box):"]
+    lines, ops = ["def run(box):"], dict[int, str]()
     if placeholders:
         lines += [f"    {', '.join(placeholders)}, = box", "    box.clear()"]
     dead = last_uses(graph)
@@ -68,15 +73,15 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
             if node.target is getitem:
                 call = f"{args[0]}[{args[1]}]"
             lines.append(f"    {names[node]} = {call}")
+            ops[len(lines)] = str(node.target)
         elif node.op == "get_attr":
             lines.append(f"    {names[node]} = {constant(attrgetter(str(node.target))(attributes))}")
         elif node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
             lines.append(f"    del {', '.join(gone)}")
-    exec(compile("\n".join(lines), "<pipeloom stage>", "exec"), scope)
-    run: BoxedFunction = scope["run"]
-    return run
+    exec(compile("\n".join(lines), SOURCE, "exec"), scope)
+    return scope["run"], ops
 
 
 def _mkldnn_rnn_layer(*args: Any) -> Any:
@@ -159,49 +164,11 @@ def _has_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
-def run_measured(
-    graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
-) -> tuple[tuple[Any, ...], int]:
-    """Run a graph once, node by node. Returns its results, and the most bytes alive above the level at the
-    start, where inputs that the run frees count as alive from the start.
+def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
+    """The most bytes alive above the level at the start, by the fake results that tracing left in `meta`.
+    Each storage counts once, and inputs that the run frees count as alive from the start.
 
     owned: placeholder name -> whether the caller gives the input up, so that its last use frees it.
-    """
-    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), box, strict=True))
-    box.clear()
-
-    def run(node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            values[node] = attrgetter(str(node.target))(attributes)
-        elif node.op != "placeholder":
-            target = _IN_GRAD_MODE.get(node.target, node.target)
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            try:
-                values[node] = target(*args, **kwargs)
-            except (IndexError, RuntimeError) as error:
-                error.add_note(f" at {node.target}")
-                raise
-        return values[node]
-
-    peak = _sweep(graph, owned, run, values.pop)
-    results: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
-    return tuple(results), peak
-
-
-def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
-    """The same without running: from the fake results that tracing left in `node.meta`."""
-    return _sweep(graph, owned, lambda node: node.meta.get("val"), lambda node: None)
-
-
-def _sweep(
-    graph: fx.Graph,
-    owned: Mapping[str, bool],
-    run: Callable[[fx.Node], Any],
-    free: Callable[[fx.Node], object],
-) -> int:
-    """Count bytes alive, each storage once, as nodes run and values die.
-
-    run: the value of a node.  free: called when nobody needs it any more.
     """
     dead = last_uses(graph)
     storages_of: dict[fx.Node, list[int]] = {}
@@ -214,7 +181,7 @@ def _sweep(
             start = peak = level
         if node.op == "output":
             break
-        storages = _storages(run(node))
+        storages = _storages(node.meta.get("val"))
         storages_of[node] = [key for key, _ in storages]
         counted = node.op != "placeholder" or owned.get(node.name, False)
         for key, nbytes in storages:
@@ -229,7 +196,6 @@ def _sweep(
             for key in storages_of.pop(gone):
                 holders[key] -= 1
                 level -= 0 if holders[key] else size[key]
-            free(gone)
     assert start is not None, "a graph has an output"
     return peak - start
 

@@ -116,7 +116,7 @@ class StageFunctions(ABC):
     @abstractmethod
     def peak_bytes(self) -> Mapping[str, int]:
         """For "forward", "backward", "input_grad", "weight_grad" and "recompute" the most bytes alive above
-        the level at the start; predicted until the first run has measured it."""
+        the level at the start: by its graph, or of whole modules as the first run has measured it."""
 
     @abstractmethod
     def forward(

@@ -6,9 +6,10 @@ No autograd graph is alive between calls. Results never share storage with input
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from traceback import walk_tb
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +21,7 @@ from ..captured import Captured
 from ..modules.cut import module_stage_functions
 from ..random import one_thread_at_a_time, seed_draws
 from ..tensors import DimOrder, ensure_unshared, storage_ids, tensors_of
-from .compiled import BoxedFunction, compile_graph, predict_memory, run_measured
+from .compiled import SOURCE, BoxedFunction, compile_graph, peak_bytes
 from .functions import Sink, Slot, SlotKind, StageFunctions, Tensors
 from .joint import StageModule, extract, orders_of, simplify, trace_joint
 from .residuals import require_possible
@@ -29,23 +30,18 @@ from .split import Part, Splitter, draw_keys
 KEEP_ALL: Mapping[str, Treatment] = MappingProxyType({})
 
 
-@dataclass(eq=False)
-class CompiledPart:
-    """One compiled part. peak_bytes: predicted until the first run has measured it."""
+class CompiledPart(NamedTuple):
+    """ops: of lines of its source, see `compile_graph`."""
 
     part: Part
-    attributes: object
-    peak_bytes: int
     run: BoxedFunction
-    measured: bool = False
-    _owned: dict[str, bool] = field(default_factory=dict)
+    peak_bytes: int
+    ops: Mapping[int, str] = MappingProxyType({})
 
-    def __call__(self, box: list[Any]) -> tuple[Any, ...]:
-        if self.measured:
-            return self.run(box)
-        results, self.peak_bytes = run_measured(self.part.graph, self.attributes, box, self._owned)
-        self.measured = True
-        return results
+    def op_of(self, error: BaseException) -> str:
+        """Where an error came from, as " at aten.embedding.default"; "" if that is not known."""
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == SOURCE]
+        return "".join(f" at {self.ops[line]}" for line in lines if line in self.ops)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,11 +119,11 @@ class GraphFunctions(StageFunctions):
         ]
         tensors.clear()
         try:
-            made = function(box)
+            made = function.run(box)
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError) as error:  # what a kernel raises for numbers that it does not take
-            where = "".join(getattr(error, "__notes__", ()))
+            where = function.op_of(error)
             raise PipeloomError(
                 f"the {name} of stage {self.index} fails{where}: {type(error).__name__}: {error}",
                 hint="call the model with this batch in plain PyTorch, which names the line: an index may be "
@@ -298,8 +294,9 @@ def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: froz
         node.name: slot in freed and not fast
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
-    peak_bytes = predict_memory(part.graph, owned)
+    most = peak_bytes(part.graph, owned)
     if fast:
         run = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
-        return CompiledPart(part, attributes, peak_bytes, lambda box: tuple(run(*box)), measured=True)
-    return CompiledPart(part, attributes, peak_bytes, compile_graph(part.graph, attributes), _owned=owned)
+        return CompiledPart(part, lambda box: tuple(run(*box)), most)
+    boxed, ops = compile_graph(part.graph, attributes)
+    return CompiledPart(part, boxed, most, ops)
