@@ -116,8 +116,8 @@ def test_what_is_read(text, size):
         ),
         ("1Gib", "'Gib'"),
         ("3 parsecs", "'parsecs'"),
-        ("0MiB", "no size above 0"),
-        (0, "no size above 0"),
+        ("0MiB", "less than a byte"),
+        (0, "less than a byte"),
         ("0.3B", "less than a byte"),
     ],
 )

@@ -157,34 +157,24 @@ class Columns:
         ]
 
     def row_texts(self, rank: int) -> list[str]:
-        """The entries of one rank as text. Of compute actions, of which schedules have millions, each is put
-        together from two texts that many share: a stage with its kind, and a number.
+        """The entries of one rank as text.
 
         >>> columns_of([[Action(0, F, 0), Action(1, B, 12)]]).row_texts(0)
         ['0F0', '1B12']
         """
-        low, high = int(self.offsets[rank]), int(self.offsets[rank + 1])
-        if not self.is_compute[low:high].all():
-            return self.texts(np.arange(low, high))
-        keys, which = np.unique(
-            self.stage[low:high].astype(np.int64) * len(self.kinds) + self.kind[low:high], return_inverse=True
+        return self.texts(np.arange(self.offsets[rank], self.offsets[rank + 1]))
+
+    def _taken(self, entries: Bools | Longs, offsets: Longs) -> Columns:
+        columns = (self.kind, self.stage, self.microbatch, self.peer)
+        kind, stage, microbatch, peer = (column[entries] for column in columns)
+        return Columns(
+            kind=kind, stage=stage, microbatch=microbatch, peer=peer, offsets=offsets, kinds=self.kinds
         )
-        numbers, number = np.unique(self.microbatch[low:high], return_inverse=True)
-        fronts = [f"{key // len(self.kinds)}{self.kinds[key % len(self.kinds)]}" for key in keys.tolist()]
-        ends = [str(each) for each in numbers.tolist()]
-        return [fronts[i] + ends[j] for i, j in zip(which.tolist(), number.tolist(), strict=True)]
 
     def where(self, keep: Bools) -> Columns:
         low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
         counts = [np.count_nonzero(keep[a:b]) for a, b in zip(low, high, strict=True)]
-        return Columns(
-            kind=self.kind[keep],
-            stage=self.stage[keep],
-            microbatch=self.microbatch[keep],
-            peer=self.peer[keep],
-            offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
-            kinds=self.kinds,
-        )
+        return self._taken(keep, np.concatenate(([0], np.cumsum(counts, dtype=np.int64))))
 
     def insert(self, at: Longs, kind: Longs, stage: Longs, microbatch: Longs) -> Columns:
         """With further entries, none of them a transfer. at: each stands in front of that entry, in the same
@@ -210,17 +200,10 @@ class Columns:
         whole = self.kind == B_
         source = np.repeat(np.arange(len(self)), 1 + whole)
         before = np.concatenate(([0], np.cumsum(1 + whole)))
-        kind = self.kind[source]
-        kind[before[:-1][whole]] = I_
-        kind[before[:-1][whole] + 1] = W_
-        return Columns(
-            kind=kind,
-            stage=self.stage[source],
-            microbatch=self.microbatch[source],
-            peer=self.peer[source],
-            offsets=before[self.offsets],
-            kinds=self.kinds,
-        )
+        split = self._taken(source, before[self.offsets])
+        split.kind[before[:-1][whole]] = I_
+        split.kind[before[:-1][whole] + 1] = W_
+        return split
 
     def same(self, other: Columns) -> bool:
         if not np.array_equal(self.offsets, other.offsets):

@@ -8,11 +8,12 @@ and the runtime calls their handlers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .action import KINDS, ActionKind, B, F, Handler, I, Kind, Stream, W, register_kind
 from .errors import ScheduleError
+from .text import odd_figure
 
 STREAMS: tuple[Stream, ...] = ("compute", "send", "host")
 """Those that an operation may be on."""
@@ -74,9 +75,7 @@ class Operation:
                 f"operation {self.letters} runs every {self.every}, {self.ahead} ahead",
                 hint="every= is at least 1; ahead= is at least 0, and goes only with before=",
             )
-        for name in ("seconds", "share", "acquires_bytes", "releases_bytes"):
-            if not callable(amount := getattr(self, name)):
-                self._refuse_odd(name, amount)
+        self._refuse_odd(vars(self))
 
     def _anchored(self) -> str:
         sides = (("after", self.after), ("before", self.before))
@@ -121,13 +120,13 @@ class Operation:
         if not callable(amount):
             return amount
         found = amount(stage)
-        self._refuse_odd(f"{name} of stage {stage}", found)
+        self._refuse_odd({f"{name} of stage {stage}": found})
         return found
 
-    def _refuse_odd(self, name: str, amount: float) -> None:
-        if not 0 <= amount < float("inf"):
+    def _refuse_odd(self, figures: Mapping[str, object]) -> None:
+        if (odd := odd_figure(figures)) is not None:
             raise ScheduleError(
-                f"operation {self.letters} has {name} = {amount}", hint="use a finite number from 0 on"
+                f"operation {self.letters} has {odd[0]} = {odd[1]}", hint="use a number from 0 on, below 1e30"
             )
 
 

@@ -63,9 +63,6 @@ def odd_figure(figures: Mapping[str, object]) -> tuple[str, float] | None:
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
-DIGITS = 100_000
-"""Of a size as text, at most: more than 999,999 are too many for `Decimal`."""
-
 _BELOW = "sizes are below 1e30 bytes"
 
 
@@ -96,15 +93,11 @@ def parse_bytes(size: str | int) -> int:
             f"{shown(size)} has the unknown unit {shown(unit)}",
             hint=f"use one of {', '.join(u for u in UNITS if u)}",
         )
-    if len(number) > DIGITS:
-        raise ConfigError(f"{shown(size)} has {len(number)} digits", hint=_BELOW)
+    if float(number) * UNITS[unit] >= LARGEST:
+        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
     exact = Decimal(number) * UNITS[unit]
-    if exact <= 0:
-        raise ConfigError(f"{shown(size)} is no size above 0", hint=_HINT)
     if exact < 1:
         raise ConfigError(f"{shown(size)} is less than a byte", hint=_HINT)
-    if exact >= Decimal(LARGEST):
-        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
     return int(exact)
 
 
