@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
-from torch.export import ExportedProgram, default_decompositions
+from torch.export import ExportedProgram, _trace, default_decompositions
 from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
@@ -373,41 +372,15 @@ def _detach(node: fx.Node) -> fx.Node:
     return detached
 
 
-# What torch.export prints when it fails is not shown: its error is reported in one sentence instead.
-
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-
-
-class _StreamWithoutGraphs:
-    """A stream that drops graphs which one thread writes."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.muted = threading.get_ident()
-        self.dropped = False
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self.muted:
-            end_of_line = self.dropped and text == "\n"
-            self.dropped = "def forward(self, " in text
-            if self.dropped or end_of_line:
-                return len(text)
-        return int(self.stream.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 @contextmanager
 def without_export_output() -> Iterator[None]:
-    """Graphs that this thread writes to stderr in the block are not shown, nor warnings of shape logic."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with patch.object(sys, "stderr", _StreamWithoutGraphs(sys.stderr)):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    """What torch.export prints where it fails, a graph, is not shown, nor are warnings of shape logic:
+    its error is reported in one sentence instead."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(_trace, "print", lambda *_, **__: None, create=True))
+        for name in _LOGGERS:
+            stack.enter_context(patch.object(logging.getLogger(name), "disabled", True))
+        yield
