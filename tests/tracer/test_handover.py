@@ -122,5 +122,5 @@ def test_models_that_each_rank_captures() -> None:
 def test_another_model_in_the_rank_is_refused() -> None:
     data = hand_over(capture(JOBS["convnet"], 2))
     assert data is not None
-    with pytest.raises(CaptureError, match="which the model in this process lacks"):
+    with pytest.raises(CaptureError, match="when captured, and in this process it is"):
         take_over(data, replace(JOBS["convnet"], model=Attributes))

@@ -95,11 +95,11 @@ class PostedSend:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum or a broadcast over the ranks of a group, under way. Nobody uses its tensor before `wait`."""
+    """A sum or a broadcast over the ranks of a group, or all. Nobody uses its tensor before `wait`."""
 
-    group: SumGroup
+    group: SumGroup | None
     transfer: PendingTransfer
-    _wait: Callable[[SumGroup, PendingTransfer], None]
+    _wait: Callable[[SumGroup | None, PendingTransfer], None]
 
     def done(self) -> bool:
         """Whether `wait` returns at once; never blocks."""
@@ -308,13 +308,7 @@ class Channel:
         if len(members) == 1:
             return
         dense = tensor.detach().contiguous()
-        if len(members) < self.ranks:
-            self.begin_sum(dense, meeting(members)).wait()
-        else:
-            self._post_receives()
-            transfer = self._transport.all_reduce(dense)
-            others = tuple(r for r in members if r != self.rank)
-            self.watch.wait("a sum over all ranks", others, lambda: transfer.wait(self._timeout_s))
+        self.begin_sum(dense, meeting(members) if len(members) < self.ranks else None).wait()
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 
@@ -322,17 +316,17 @@ class Channel:
         """Make groups of ranks for sums beside the steps. Every rank calls it with the same groups."""
         self._transport.open_groups(groups)
 
-    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
-        """Begin a sum in place over the ranks of an open group; all its ranks begin its sums in one order.
+    def begin_sum(self, tensor: Tensor, group: SumGroup | None, owner: int | None = None) -> PendingSum:
+        """Begin a sum in place over the ranks of an open group, or all; these begin its sums in one order.
 
         tensor: contiguous; it must not be used before `PendingSum.wait`.
         owner: the only rank that gets the sum, for half of the bytes; the others' tensors are then lost.
         """
         self._post_receives()
         transfer: PendingTransfer = CompletedTransfer()
-        if len(group.ranks) > 1 and owner is None:
+        if owner is None and self.ranks > 1 and (group is None or len(group.ranks) > 1):
             transfer = self._transport.all_reduce(tensor, group)
-        elif len(group.ranks) > 1 and owner is not None:
+        elif owner is not None and group is not None and len(group.ranks) > 1:
             transfer = self._transport.reduce(tensor, group, owner)
         return PendingSum(group, transfer, self._wait_for_sum)
 
@@ -398,11 +392,11 @@ class Channel:
                 self._receives[message.key] = buffer, transfer
                 source.posted += 1
 
-    def _wait_for_sum(self, group: SumGroup, transfer: PendingTransfer) -> None:
+    def _wait_for_sum(self, group: SumGroup | None, transfer: PendingTransfer) -> None:
         self._post_receives()
-        others = tuple(rank for rank in group.ranks if rank != self.rank)
+        others = tuple(r for r in (range(self.ranks) if group is None else group.ranks) if r != self.rank)
         named = ", ".join(f"rank {rank}" for rank in others[:3]) + (", ..." if len(others) > 3 else "")
-        what = f"a sum of {group.name} with {named}"
+        what = "a sum over all ranks" if group is None else f"a sum of {group.name} with {named}"
         self.watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
 
     def _wait(self, what: str, rank: int, transfer: PendingTransfer) -> None:

@@ -304,18 +304,20 @@ class LauncherStore:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._closed_read, self._closed_write = os.pipe()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pipeloom-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """No rank needs it any more."""
-        os.close(self._closed_write)
+        self._closed.set()
         self._thread.join()
 
     def _serve(self) -> None:
-        ready, _, _ = select.select([self._listener.fileno(), self._closed_read], [], [])
-        if self._listener.fileno() in ready:
+        store = None
+        while not self._closed.is_set() and not select.select([self._listener], [], [], POLL_S)[0]:
+            pass
+        if not self._closed.is_set():
             from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 
             host, port = self._listener.getsockname()
@@ -326,10 +328,9 @@ class LauncherStore:
                 master_listen_fd=self._listener.detach(),  # which it closes
                 wait_for_workers=False,
             )
-            select.select([self._closed_read], [], [])
-            del store
+            self._closed.wait()
+        del store
         self._listener.close()
-        os.close(self._closed_read)
 
 
 def launch(target: Callable[..., object], ranks: int, *, args: Sequence[object] = ()) -> int:

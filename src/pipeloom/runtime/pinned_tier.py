@@ -36,30 +36,25 @@ CHUNK = 16 * MiB
 
 @dataclass(eq=False, kw_only=True)
 class PinnedCopy(Copy):
-    """host: its chunks.  offloaded, reloaded: events behind the copies.
-    leaving, reloading: what is copied now.
+    """host: its chunks.  leaving, reloading: what is copied now.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
     tier: PinnedTier
     host: list[Tensor] = field(default_factory=list)
-    offloaded: torch.Event | None = None
-    reloaded: torch.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
 
     def gone(self) -> bool:
-        assert self.offloaded is not None
-        if self.leaving and _reached(self.offloaded):
+        if self.leaving and _reached(self.offload_span[1]):
             self.leaving.clear()
         return not self.leaving
 
     def leave(self, check: Callable[[], None]) -> None:
         """Only the computing stream waits, not the host."""
-        assert self.offloaded is not None
         if self.leaving:
-            torch.accelerator.current_stream().wait_event(self.offloaded)
+            torch.accelerator.current_stream().wait_event(self.offload_span[1])
             self.leaving.clear()
 
     def reload(self) -> None:
@@ -68,8 +63,7 @@ class PinnedCopy(Copy):
 
     def take(self, check: Callable[[], None]) -> Tensors:
         """Only the computing stream waits, not the host."""
-        assert self.reloaded is not None
-        torch.accelerator.current_stream().wait_event(self.reloaded)
+        torch.accelerator.current_stream().wait_event(self.reload_span[1])
         residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
         residuals |= self.on_host
         self.tier.free_chunks(self)
@@ -77,9 +71,8 @@ class PinnedCopy(Copy):
 
     def discard(self) -> None:
         """Waits for its copies, after which others may write to its chunks."""
-        for event in (self.offloaded, self.reloaded):
-            if event is not None:
-                event.synchronize()
+        for span in filter(None, (self.offload_span, self.reload_span)):
+            span[1].synchronize()
         self.tier.free_chunks(self)
 
     def pieces(self) -> Iterator[tuple[TensorLayout, slice, Tensor]]:
@@ -118,8 +111,7 @@ class PinnedTier:
             begin = DeviceClock.mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
-            copy.offloaded = DeviceClock.mark()
-        copy.offload_span = (begin, copy.offloaded)
+            copy.offload_span = (begin, DeviceClock.mark())
         copy.leaving = dict(residuals)
         residuals.clear()
         self.used_bytes += copy.bytes
@@ -135,8 +127,7 @@ class PinnedTier:
             begin = DeviceClock.mark()
             for layout, span, part in copy.pieces():
                 copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
-            copy.reloaded = DeviceClock.mark()
-        copy.reload_span = (begin, copy.reloaded)
+            copy.reload_span = (begin, DeviceClock.mark())
 
     def free_chunks(self, copy: PinnedCopy) -> None:
         copy.leaving, copy.reloading, copy.on_host = {}, {}, {}

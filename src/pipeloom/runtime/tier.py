@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,15 +54,15 @@ class Copy(ABC):
     action: the text of the OFFLOAD.  reload_action: of the RELOAD, once it has run.
     layouts: how they looked at their storages, those that were copied.
     offload_span, reload_span: marks of the recorder's clock, start and end of the copy to the tier and of
-    the copy back; each is known once that copy has ended.
+    the copy back; None until that is known, at the latest once that copy has ended.
     off_device: whether the rank has seen that they have left the device.
     """
 
     action: str
     layouts: tuple[TensorLayout, ...]
     reload_action: str = ""
-    offload_span: tuple[object, object] | None = None
-    reload_span: tuple[object, object] | None = None
+    offload_span: Any = None
+    reload_span: Any = None
     off_device: bool = False
 
     @property

@@ -75,24 +75,16 @@ _HINT = "let Job.model make the same model in every process"
 
 
 def _require_same_model(graph: OpGraph, blueprint: Blueprint, job: Job) -> None:
-    known = {name: tuple(p.shape) for name, p in blueprint.model.named_parameters(remove_duplicate=False)}
-    missing = dict(known)
-    for parameter in graph.parameters:
-        whole, rows = parameter.shape, parameter.rows
-        if rows is not None:
-            whole = (rows.of, *parameter.shape[1:])
-        for name in (parameter.own_name, *parameter.aliases):
-            if known.get(name) != whole:
-                raise CaptureError(
-                    f"{job.name} was captured with a parameter {name} of shape {whole}, which the model in "
-                    "this process lacks",
-                    hint=_HINT,
-                )
-            missing.pop(name, None)
-    if missing:
+    here = {name: tuple(p.shape) for name, p in blueprint.model.named_parameters(remove_duplicate=False)}
+    there = {
+        name: p.shape if p.rows is None else (p.rows.of, *p.shape[1:])
+        for p in graph.parameters
+        for name in (p.own_name, *p.aliases)
+    }
+    if (odd := next((n for n in there | here if here.get(n) != there.get(n)), None)) is not None:
+        was, now = (f"of shape {shapes[odd]}" if odd in shapes else "absent" for shapes in (there, here))
         raise CaptureError(
-            f"{job.name} was captured without the parameter {next(iter(missing))} of the model in this "
-            "process",
+            f"parameter {odd} of {job.name} was {was} when captured, and in this process it is {now}",
             hint=_HINT,
         )
 

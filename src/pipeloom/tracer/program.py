@@ -99,9 +99,9 @@ def _captured(
         target = spec.target.removeprefix("model.")
         target = canonical.get(target, target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[target] = _constant(program, spec.target)
-            if isinstance(constants[target], FakeTensor):  # the constructor made it
-                blueprint.attribute_tensors[target] = constants[target]
+            constants[target] = constant = cast("Tensor", program.constants[spec.target])
+            if isinstance(constant, FakeTensor):  # the constructor made it
+                blueprint.attribute_tensors[target] = constant
         if target in first:
             node.replace_all_uses_with(first[target])
         else:
@@ -236,16 +236,6 @@ def _node_for_buffer(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> st
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     return copy.name
-
-
-def _constant(program: ExportedProgram, name: str) -> Tensor:
-    constant = program.constants[name]
-    if not isinstance(constant, Tensor):
-        raise CaptureError(
-            f"the model's forward uses a constant {name} of type {type(constant).__name__}",
-            hint="cut by module names instead: give lists of FQNs, one list per stage",
-        )
-    return constant
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
