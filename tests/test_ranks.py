@@ -47,7 +47,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ranks = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     for name, text in ranks.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.delenv("PIPELOOM_LAUNCHER_STORE", raising=False)
     return calls
 
 

@@ -15,7 +15,7 @@ from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime import channel
 from pipeloom.runtime.channel import Channel, local_channels, meeting
-from pipeloom.runtime.messages import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
+from pipeloom.runtime.messages import ALIGNMENT, Message, check_tensors, pack, unpack
 from pipeloom.tracer.tensors import has_order
 
 Body = Callable[[Channel], object]
@@ -281,16 +281,3 @@ def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
 def test_tensors_that_differ_from_the_plan_are_refused(tensors: list[torch.Tensor], word: str) -> None:
     with pytest.raises(CommunicationError, match=word):
         check_tensors(message(Value(name="h", shape=(4, 8), dtype="bfloat16")), tensors)
-
-
-def test_a_pool_hands_buffers_out_again_and_frees_sizes_that_are_no_longer_used() -> None:
-    pool = BufferPool(torch.device("cpu"))
-    first, second = pool.take(100), pool.take(100)
-    pool.give(first)
-    assert pool.take(100) is first and pool.take(64) is not second
-    assert pool.used_bytes == 264
-    pool.give(first)
-    for lately in ({100, 64}, {64}):
-        pool.give(pool.take(64))
-        pool.drop_unused()
-        assert pool._idle.keys() == lately

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
+from torch.distributed import Store  # type: ignore[attr-defined]  # a documented name
 
 from .one_thread import OneThread
 
@@ -209,7 +208,7 @@ class Board:
         self.rank = rank
         self.ranks = ranks
         self.failure: Failure | None = None
-        self._calls = StoreCalls(lambda: _own_connection(store), name=f"pipeloom-store-{rank}")
+        self._calls = StoreCalls(store.clone, name=f"pipeloom-store-{rank}")
         if ranks > 1:
             number = self._calls.call(lambda store: store.add(f"{name}/boards/{rank}", 1), lost_s)
             name = f"{name}/{number}"
@@ -419,13 +418,3 @@ class _Heard(NamedTuple):
 
     status: RankStatus
     at_s: float
-
-
-def _own_connection(store: Store) -> Store:
-    """A second connection to the same store; stores without connections are used as they are."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        limit = timedelta(seconds=10)
-        return TCPStore(store.host, store.port, is_master=False, timeout=limit, wait_for_workers=False)
-    return store

@@ -35,7 +35,7 @@ from ..ir.errors import CommunicationError, PeerError, PipeloomError
 from ..tracer.tensors import has_order, permute_to_memory
 from .board import Board
 from .device_transport import DeviceTransport, device_group
-from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
+from .messages import Message, as_bytes, check_tensors, pack, unpack
 from .transport import (
     SMALL_BYTES,
     CompletedTransfer,
@@ -84,13 +84,12 @@ class MessageSource:
 
 @dataclass
 class PostedSend:
-    """A message under way. number: among all sends.  packed: its buffer is the pool's, not the caller's."""
+    """A message under way. number: among all sends.  buffer: kept alive until it has ended."""
 
     number: int
     message: Message
     transfer: PendingTransfer
     buffer: Tensor
-    packed: bool
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,11 @@ class Channel:
     ) -> None:
         self.rank = transport.rank
         self.ranks = transport.ranks
-        self._sending_bytes = 0
         self._transport = transport
         self.watch = watch
         self._timeout_s = timeout_s
-        self._pool = BufferPool(device)
+        self._device = device
+        self._held_bytes = 0
         self._sources: dict[int, MessageSource] = {}
         # Receive buffers by the message's key: not posted yet, posted, and received but not released.
         self._unposted: dict[str, Tensor] = {}
@@ -147,7 +146,7 @@ class Channel:
         caller's tensors that unfinished sends keep alive."""
         if self._sends:
             self._free_finished_sends()
-        return self._pool.used_bytes + self._sending_bytes
+        return self._held_bytes
 
     def begin(self, incoming: Sequence[Message], receives: Sequence[Message] = ()) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them.
@@ -157,7 +156,6 @@ class Channel:
         """
         self.watch.check()
         self._free_finished_sends()
-        self._pool.drop_unused()
         by_source: dict[int, list[Message]] = {}
         for message in incoming:
             by_source.setdefault(message.source, []).append(message)
@@ -191,18 +189,17 @@ class Channel:
         if not message.bytes:
             return  # the receiver knows the shapes: nothing needs to travel
         order = message.values[0].order
-        packed = len(tensors) > 1 or not has_order(tensors[0], order)
-        if packed:
-            buffer = self._pool.take(message.bytes)
-            pack(message, tensors, buffer)
-        else:
+        if len(tensors) == 1 and has_order(tensors[0], order):
             buffer = as_bytes(permute_to_memory(tensors[0], order))
-            self._sending_bytes += message.bytes
+            self._held_bytes += message.bytes
+        else:
+            buffer = self._buffer(message)
+            pack(message, tensors, buffer)
         transfer = self._transport.send(buffer, message.target, index)
         small = message.bytes <= SMALL_BYTES and buffer.device.type == "cpu"
         sends = self._small_sends if small else self._sends
         self._send_count += 1
-        sends.append(PostedSend(self._send_count, message, transfer, buffer, packed))
+        sends.append(PostedSend(self._send_count, message, transfer, buffer))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -268,8 +265,9 @@ class Channel:
         return True
 
     def release(self, message: Message) -> None:
-        """The values of a received message are no longer used: its buffer may be reused."""
-        self._pool.give(self._in_use.pop(message.key))
+        """The values of a received message are no longer used: its buffer is free."""
+        del self._in_use[message.key]
+        self._held_bytes -= message.bytes
 
     def end(self, *, wait_for_sends: bool = True) -> None:
         """End a step: wait until all sends of this rank have ended, unless another one follows at once.
@@ -376,8 +374,13 @@ class Channel:
         """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""
         while source.with_buffer < min(count, len(source.messages)):
             message = source.messages[source.with_buffer]
-            self._unposted[message.key] = self._pool.take(message.bytes)
+            self._unposted[message.key] = self._buffer(message)
             source.with_buffer += 1
+
+    def _buffer(self, message: Message) -> Tensor:
+        """Its contents are undefined. On the CPU, too, the allocator keeps what is freed (`allocator.py`)."""
+        self._held_bytes += message.bytes
+        return torch.empty(message.bytes, dtype=torch.uint8, device=self._device)
 
     def _post_receives(self) -> None:
         """Post the receives of all buffers taken."""
@@ -412,10 +415,8 @@ class Channel:
         for sent in sends:
             if not sent.transfer.done():
                 unfinished.append(sent)
-            elif sent.packed:
-                self._pool.give(sent.buffer)
             else:
-                self._sending_bytes -= sent.message.bytes
+                self._held_bytes -= sent.message.bytes
         return unfinished
 
 

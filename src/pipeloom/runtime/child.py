@@ -21,9 +21,6 @@ import msgspec
 
 from ..ir.errors import PeerError
 
-LAUNCHER_STORE = "PIPELOOM_LAUNCHER_STORE"
-"""Environment of each rank: set where the launching process serves the store on MASTER_PORT."""
-
 PEER_FAILED = 76
 """Exit status of a rank that ends because another one failed."""
 

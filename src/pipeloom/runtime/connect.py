@@ -13,12 +13,10 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.errors import CommunicationError, ConfigError, PipeloomError
 from .board import Board
-from .child import LAUNCHER_STORE
 from .watch import UNCAUGHT, Watch
 
 _OURS = threading.Event()
@@ -71,7 +69,7 @@ def watch_ranks(group: dist.ProcessGroup, *, lost_s: float = 60.0) -> Watch:
     """
     rank = group.rank()
     # Our launcher and torchrun's agent serve the store themselves, otherwise the first rank of all does.
-    own = LAUNCHER_STORE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     server = (
         next((r for r in range(group.size()) if dist.get_global_rank(group, r) == 0), None) if own else None
     )
@@ -116,19 +114,7 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
         ) from None
     limit = timeout if device.type == "cpu" else BACKEND_PATIENCE * timeout
     try:
-        if LAUNCHER_STORE not in os.environ:
-            dist.init_process_group(backend, timeout=limit)
-        else:  # the launcher serves the store
-            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                world_size=ranks,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        dist.init_process_group(backend, timeout=limit)
         _OURS.set()
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

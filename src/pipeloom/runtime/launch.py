@@ -27,7 +27,7 @@ import msgspec
 
 from ..ir.errors import ConfigError
 from .allocator import with_huge_pages
-from .child import LAUNCHER_STORE, PEER_FAILED, RankExit
+from .child import PEER_FAILED, RankExit
 
 HOST = "127.0.0.1"
 
@@ -415,7 +415,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
-        LAUNCHER_STORE: "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to serve it
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         # Lines pass through this process, which prints them as they come.
         "PYTHONUNBUFFERED": "1",

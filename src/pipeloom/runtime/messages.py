@@ -1,4 +1,4 @@
-"""Messages between ranks: their bytes on the wire, and the pool that their buffers come from.
+"""Messages between ranks, and their bytes on the wire.
 
 A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
 starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
@@ -96,37 +96,3 @@ def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
         view_in_order(buffer[start : start + value.bytes].view(dtype), value.shape, value.order)
         for value, start, dtype in zip(message.values, message.offsets, message.dtypes, strict=True)
     ]
-
-
-class BufferPool:
-    """Flat byte buffers, on the CPU kept by size after use and handed out again. Accelerators have allocators
-    that keep what is freed: there it is theirs to give to anybody.
-
-    used_bytes: bytes of buffers in use.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.used_bytes = 0
-        self._device = device
-        self._idle: dict[int, list[Tensor]] = {}
-        self._recent: set[int] = set()
-
-    def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes, its contents undefined."""
-        kept = self._idle.get(size)
-        buffer = kept.pop() if kept else torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._recent.add(size)
-        self.used_bytes += size
-        return buffer
-
-    def give(self, buffer: Tensor) -> None:
-        size = buffer.numel()
-        self.used_bytes -= size
-        if self._device.type == "cpu":
-            self._idle.setdefault(size, []).append(buffer)
-
-    def drop_unused(self) -> None:
-        """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""
-        for size in self._idle.keys() - self._recent:
-            del self._idle[size]
-        self._recent.clear()

@@ -46,15 +46,11 @@ class NullChannel(Channel):
     def __init__(self, rank: int, ranks: int, examples: Mapping[str, Tensor], device: torch.device) -> None:
         self.rank = rank
         self.ranks = ranks
-        self._held_bytes = 0
+        self._held_bytes, self._sends = 0, []
         self._examples = examples
         self._device = device
         # Of its own: what the user draws between two steps must not depend on rehearsals.
         self._generator = torch.Generator(device)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
 
     def begin(self, incoming: Sequence[Message], receives: Sequence[Message] = ()) -> None:
         pass

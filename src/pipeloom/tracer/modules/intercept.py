@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, overrides
@@ -167,11 +168,8 @@ def autograd_functions_seen_by(seen: Seen) -> Iterator[None]:
             return run(*args, **kwargs)
         return seen(run, f"{cls.__name__}.apply", args)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def is_checkpoint(name: str) -> bool:
