@@ -171,8 +171,8 @@ class Action:
 def register_kind(letters: str, row: ActionKind) -> Kind:
     """Add a kind of work on one micro-batch to the table.
 
-    Raises: ScheduleError if the letters are not capitals or are taken, if `row.after` is none of F, B and I,
-        or if it is a transfer or done once per step, which every pass would have to know.
+    row: after F, B, I or nothing; no transfer, nor done once per step, which every pass would have to know.
+    Raises: ScheduleError if the letters are not capitals or are taken.
 
     >>> from unittest.mock import patch
     >>> with patch.dict(KINDS):
@@ -181,16 +181,11 @@ def register_kind(letters: str, row: ActionKind) -> Kind:
     True
     """
     kind = Kind(letters)
+    assert row.on_microbatch and row.after in (None, F, B, I)
     if not re.fullmatch(r"[A-Z][A-Z_]*", letters):
         raise ScheduleError(f"kind {letters!r} is not written in capitals", hint="use letters A-Z and _")
     if kind in KINDS:
         raise ScheduleError(f"kind {letters} is already taken", hint="choose other letters")
-    if row.after not in (None, F, B, I):
-        raise ScheduleError(f"kind {letters} runs after {row.after!r}", hint="it may run after F, B or I")
-    if not row.on_microbatch:
-        raise ScheduleError(
-            f"kind {letters} is of category {row.category}", hint="register kinds of compute or memory"
-        )
     KINDS[kind] = row
     return kind
 

@@ -17,7 +17,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..ir.errors import CommunicationError
 from ..ir.graph import Value
 from ..tracer.tensors import view_in_order
 
@@ -61,22 +60,10 @@ class Message:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return tuple(getattr(torch, value.dtype) for value in self.values)
 
-
-def check_tensors(message: Message, tensors: Sequence[Tensor]) -> None:
-    """Raises: CommunicationError unless the tensors are what the message announces."""
-    if len(tensors) != len(message.values):
-        raise CommunicationError(
-            f"{message.key} carries {len(message.values)} values, but {len(tensors)} tensors were given",
-            hint="build the pipeline again for this model",
-        )
-    for tensor, value, dtype in zip(tensors, message.values, message.dtypes, strict=True):
-        if tensor.shape != value.shape or tensor.dtype != dtype:
-            actual = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            raise CommunicationError(
-                f"{message.key}: value {value.name} is {actual}, "
-                f"but the plan says {value.dtype}{list(value.shape)}",
-                hint="the batch differs from the one the pipeline was built for; build it again for this one",
-            )
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors are what it announces."""
+        announced = [(value.shape, dtype) for value, dtype in zip(self.values, self.dtypes, strict=True)]
+        return [(tensor.shape, tensor.dtype) for tensor in tensors] == announced
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Wiring:
     readers: of its outputs.  sources: of its inputs, with the values whose gradients they wait for.
     sent_bytes, returned_bytes: of what it makes for either; each reader's copy counts.
     awaited: outputs whose gradients the backward reads, with zeros where no reader gives one.
-    peak_bytes: by kind, of what has run.  left_bytes: what the last action of a kind left, the next may too.
+    left_bytes: by kind, what its last action left, as the next may too.
     """
 
     def __init__(self, variant: Variant, stage: int, placement: Sequence[int]) -> None:
@@ -125,7 +125,6 @@ class Wiring:
         crossing = {v.name: v for reader in self.readers for v in reader.values if v.needs_grad}
         self.awaited = [crossing[name] for name in self.functions.sent if name in crossing]
         self.differentiable = self.functions.differentiable
-        self.peak_bytes: dict[Kind, int] = {}
         self.left_bytes: dict[Kind, int] = {}
         self._activation_bytes: dict[Kind, int] = {}
 
@@ -136,10 +135,7 @@ class Wiring:
         return self._activation_bytes[kind]
 
     def needed_bytes(self, kind: Kind) -> int:
-        peak = self.peak_bytes.get(kind)
-        if peak is None:
-            peak = self.functions.peak_bytes.get(PEAK_OF[kind], 0)
-        return max(peak, self.left_bytes.get(kind, 0))
+        return max(self.functions.peak_bytes.get(PEAK_OF[kind], 0), self.left_bytes.get(kind, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -629,9 +625,7 @@ class Rank:
     def _count_peak(self, work: RankWork, **left: int) -> None:
         """Enter what an action held while it ran. left: bytes by kind that outlive it."""
         wiring, kind = work.wiring, work.kind
-        if kind not in wiring.peak_bytes:  # the first run of modules measures it
-            wiring.peak_bytes[kind] = wiring.functions.peak_bytes[PEAK_OF[kind]]
-        peak = wiring.peak_bytes[kind]
+        peak = wiring.functions.peak_bytes[PEAK_OF[kind]]
         wiring.left_bytes[kind] = sum(left.values())
         self.recorder.burst(self.ledger.total + peak)
         self.ledger.during(work.text, peak, left)

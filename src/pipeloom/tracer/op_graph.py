@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir.errors import CaptureError, of_type
+from ..ir.errors import CaptureError
 from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from .random import draws
 from .tensors import memory_order
@@ -92,11 +92,7 @@ def _kinds(
 
 def _value(node: fx.Node, name: str | None = None) -> Value:
     val = node.meta["val"]
-    if not isinstance(val, Tensor) or any(not isinstance(size, int) for size in val.shape):
-        raise CaptureError(
-            f"value {node.name} is {of_type(val)} whose size depends on data",
-            hint="cut by module names instead: give lists of FQNs, one list per stage",
-        )
+    assert isinstance(val, Tensor), node  # of a known size, see `program._refuse_sizes_and_numbers_of_data`
     return Value(
         name=name or node.name,
         shape=tuple(val.shape),

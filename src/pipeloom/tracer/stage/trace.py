@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from traceback import walk_tb
 from types import MappingProxyType
 from typing import NamedTuple
@@ -60,8 +61,8 @@ class GraphFunctions(StageFunctions):
     constants: Mapping[str, Tensor]
     orders: Mapping[str, DimOrder]
 
-    @property
-    def peak_bytes(self) -> Mapping[str, int]:
+    @cached_property
+    def peak_bytes(self) -> Mapping[str, int]:  # type: ignore[override]
         return {name: function.peak_bytes for name, function in self.functions.items()}
 
     def forward(
