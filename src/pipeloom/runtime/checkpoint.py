@@ -87,6 +87,11 @@ class TrainState:
         names = {id(tensor): name for name, tensor in self.parameters.items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
+                if foreign := [p for p in group["params"] if id(p) not in names]:
+                    raise CheckpointError(
+                        f"the optimizer holds a {list(foreign[0].shape)} tensor that is not the model's",
+                        hint="give the optimizer the parameters it is called with, and nothing else",
+                    )
                 yield optimizer, group, [names[id(p)] for p in group["params"]]
 
 
