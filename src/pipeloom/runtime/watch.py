@@ -178,20 +178,16 @@ class Watch:
             if the time passed, or if a connection ended and no rank says why.
         """
         self.check()
-        self.waiting = Waiting(what, ranks, time.monotonic(), self.status)
-        failure: OSError | None = None
+        self.waiting = waiting = Waiting(what, ranks, time.monotonic(), self.status)
         try:
             block()
-        except (TimeoutError, ConnectionError) as error:
-            failure = error
+        except TimeoutError:
+            self._raise_first(self.timeout_error(what, time.monotonic() - waiting.since_s))
+        except ConnectionError as error:
+            self._raise_disconnected(waiting, str(error))
         except Exception:
             self.waiting = None
             raise
-        # Raised outside the except clause, so that users see one error and not the transport's behind it.
-        if isinstance(failure, TimeoutError):
-            self._raise_first(self.timeout_error(what, time.monotonic() - self.waiting.since_s))
-        if failure is not None:
-            self._raise_disconnected(self.waiting, str(failure))
         self.waiting = None
 
     def gather(self, text: str, timeout_s: float) -> list[str]:
@@ -222,25 +218,24 @@ class Watch:
         failure = self._board.wait_for_failure(self._cause_timeout_s)
         if failure is not None and failure.rank != self.rank:
             self._main_knows.set()
-            raise peer_error(failure, self.rank)
+            raise peer_error(failure, self.rank) from None
         statuses = self._board.statuses()
         silent = tuple(r for r in waiting.ranks if (status := statuses[r]) is not None and status.is_silent)
         lost = f"rank {self.rank} lost its connection while it waited for {waiting.what}"
         if len(silent) == 1:
             summary = f"no sign of life since {lost}: it was killed, or its machine is down"
             found = Failure(rank=silent[0], summary=summary, found_by=self.rank, table=who_waits(statuses))
-            raise peer_error(self._board.announce(found), self.rank)
+            raise peer_error(self._board.announce(found), self.rank) from None
         hint = f"see whether {_listed(silent or waiting.ranks)} was killed, for instance for want of memory"
         if done := [r for r in waiting.ranks if (status := statuses[r]) and status.doing == FINISHED]:
             hint = f"rank {done[0]} has closed its pipeline already: let all ranks make the same calls"
         self._raise_first(CommunicationError(f"{lost}, and no rank said why: {reason}", hint=hint))
 
     def _raise_first(self, error: CommunicationError) -> NoReturn:
-        """Several ranks often notice the same trouble: the first one's words count."""
+        """Several ranks often notice the same trouble: the first one's words count. Users see
+        one error, and not the transport's behind it."""
         failure = self.fail(error)
-        if failure.rank != self.rank:
-            raise peer_error(failure, self.rank)
-        raise error
+        raise (peer_error(failure, self.rank) if failure.rank != self.rank else error) from None
 
     def _finish(self) -> None:
         """The store must not go before its last user."""

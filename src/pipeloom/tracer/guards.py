@@ -13,7 +13,7 @@ import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -522,22 +522,19 @@ def parameter_hooks(model: nn.Module) -> tuple[Hook, ...]:
     [('weight', 'register_hook')]
     """
     named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-    return tuple(
-        Hook(owner=name, registered_by=by, where=definition_of(function))
-        for name, tensor in named
-        for table, by in _ON_PARAMETERS.items()
-        for function in (getattr(tensor, table, None) or {}).values()
-    )
+    return _hooks((name, tensor, _ON_PARAMETERS) for name, tensor in named)
 
 
 def backward_hooks(model: nn.Module) -> tuple[Hook, ...]:
     """Hooks on modules that are called with gradients, those for all modules of the process first."""
+    own = ((path, inner, _ON_MODULES) for path, inner in model.named_modules())
+    return _hooks(itertools.chain([("", torch_module, _ON_ALL_MODULES)], own))
+
+
+def _hooks(holders: Iterable[tuple[str, object, Mapping[str, str]]]) -> tuple[Hook, ...]:
     return tuple(
-        Hook(owner=path, registered_by=by, where=definition_of(function))
-        for path, holder, tables in (
-            ("", torch_module, _ON_ALL_MODULES),
-            *((path, inner, _ON_MODULES) for path, inner in model.named_modules()),
-        )
+        Hook(owner=owner, registered_by=by, where=definition_of(function))
+        for owner, holder, tables in holders
         for table, by in tables.items()
         for function in (getattr(holder, table, None) or {}).values()
     )
