@@ -20,7 +20,7 @@ from ..job import Job
 from ..job_calls import evaluation_mode
 from ..random import one_thread_at_a_time, seeded
 from ..stage.functions import Sink, Slot, StageFunctions, Tensors
-from ..tensors import LiveBytes, ensure_unshared, storage_ids
+from ..tensors import ensure_unshared, storage_ids
 from .absent import KEEP_TOGETHER
 from .intercept import call_name
 from .path import PATH_PREFIX, ForwardPath, decode_path, encode_path
@@ -70,6 +70,7 @@ class ModuleFunctions(StageFunctions):
 
     values: what crosses.  updated: buffers that the forward changes.  trainable: FQNs.
     saved_inputs: received values and batch inputs that the last forward kept for the backward.
+    peaks: see `peak_bytes`; by a trial run.
     """
 
     job: Job
@@ -105,14 +106,13 @@ class ModuleFunctions(StageFunctions):
                     saved[storage] = tensor
             return tensor, tensor._version
 
-        with self._measuring("forward"):
-            with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
-                run, outputs = self._run(graph, inputs)
-                self._refuse_lost_leaves(graph)
-                results = self._outputs(run, taken, self._device(inputs))
-            graph.outputs = {n: t for n, t in run.bound.items() if t.requires_grad and n in self.sent}
-            if run.made_loss is not None and run.made_loss.requires_grad:
-                graph.outputs[LOSS] = run.made_loss
+        with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
+            run, outputs = self._run(graph, inputs)
+            self._refuse_lost_leaves(graph)
+            results = self._outputs(run, taken, self._device(inputs))
+        graph.outputs = {n: t for n, t in run.bound.items() if t.requires_grad and n in self.sent}
+        if run.made_loss is not None and run.made_loss.requires_grad:
+            graph.outputs[LOSS] = run.made_loss
         self.saved_inputs = frozenset(n for n, t in inputs.items() if t.untyped_storage()._cdata in kept)
         if not self.differentiable:
             graph.clear()
@@ -137,7 +137,8 @@ class ModuleFunctions(StageFunctions):
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
         graph: _Graph = residuals[_GRAPH]
-        with self._measuring("backward", residuals), self._ready(graph, sink):
+        residuals.clear()
+        with self._ready(graph, sink):
             names = [name for name in graph.outputs if name in grads]
             if names:
                 torch.autograd.backward([graph.outputs[n] for n in names], [grads[n] for n in names])
@@ -154,7 +155,8 @@ class ModuleFunctions(StageFunctions):
     ) -> tuple[dict[str, Tensor], Tensors]:
         graph: _Graph = residuals[_GRAPH]
         carried = dict(residuals)
-        with self._measuring("input_grad", residuals), self._ready(graph, None):
+        residuals.clear()
+        with self._ready(graph, None):
             names = [name for name in graph.outputs if name in grads]
             received = {n: t for n, t in graph.received.items() if t.requires_grad}
             graph.grads = {name: grads[name] for name in names}
@@ -170,7 +172,8 @@ class ModuleFunctions(StageFunctions):
     @one_thread_at_a_time
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
         graph: _Graph = carried[_GRAPH]
-        with self._measuring("weight_grad", carried), self._ready(graph, sink):
+        carried.clear()
+        with self._ready(graph, sink):
             if graph.grads and graph.trained:
                 outputs, grads = [graph.outputs[n] for n in graph.grads], list(graph.grads.values())
                 some = any(tensor.requires_grad for tensor in graph.received.values())
@@ -294,20 +297,6 @@ class ModuleFunctions(StageFunctions):
                 yield
         finally:
             self.skeleton.rerun = None
-
-    @contextmanager
-    def _measuring(self, name: str, inputs: Tensors | None = None) -> Iterator[None]:
-        """Measure the first run of a function; `held` is given up to it."""
-        inputs = {} if inputs is None else inputs
-        if name in self.peaks:
-            inputs.clear()
-            yield
-            return
-        meter = LiveBytes(t for slot, t in inputs.items() if slot.kind == "residual")
-        inputs.clear()
-        with meter:
-            yield
-        self.peaks[name] = meter.peak_bytes
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

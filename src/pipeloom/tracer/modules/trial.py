@@ -6,7 +6,8 @@ may take several ways, for several seeds; and once in evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from ...ir.graph import OpGraph
 from ...ir.stages import Stage, StageGraph, cut
 from ..guards import attributes_kept
 from ..job_calls import sample_batch
-from ..stage.functions import DiscardSink, activation_bytes
+from ..stage.functions import DiscardSink, Tensors, activation_bytes
+from ..tensors import LiveBytes
 from .functions import ModuleFunctions
 from .skeleton import initial_state
 
@@ -32,21 +34,33 @@ def trial_run(functions: ModuleFunctions, batch: Mapping[str, Tensor], device: t
     inputs = {n: t.to(device) for n, t in batch.items()} | dict(functions.examples)
     with attributes_kept(functions.skeleton.model), torch.random.fork_rng(), torch.no_grad():
         for split in (False, True):
-            outputs, residuals = functions.forward(state, inputs, 0)
+            with _peak(functions, "forward"):
+                outputs, residuals = functions.forward(state, inputs, 0)
             if not functions.differentiable:
                 return
             functions.residual_bytes = {"autograd": activation_bytes(residuals)}
             grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
             outputs.clear()
             if not split:
-                functions.backward(state, residuals, grads, DiscardSink())
+                with _peak(functions, "backward", residuals):
+                    functions.backward(state, residuals, grads, DiscardSink())
                 continue
             try:
-                _, carried = functions.backward_input(state, residuals, grads)
+                with _peak(functions, "input_grad", residuals):
+                    _, carried = functions.backward_input(state, residuals, grads)
             except CutError:  # it is an error only if the schedule splits the backward
                 return
             functions.carried_bytes = activation_bytes(carried)
-            functions.backward_weight(state, carried, DiscardSink())
+            with _peak(functions, "weight_grad", carried):
+                functions.backward_weight(state, carried, DiscardSink())
+
+
+@contextmanager
+def _peak(functions: ModuleFunctions, name: str, given_up: Tensors | None = None) -> Iterator[None]:
+    """Measure what runs in the block. given_up: to it, so that they count from the start."""
+    with LiveBytes(t for slot, t in (given_up or {}).items() if slot.kind == "residual") as live:
+        yield
+    functions.peaks[name] = live.peak_bytes
 
 
 TRIAL_LIMIT_BYTES = 2**30
