@@ -165,10 +165,13 @@ class Columns:
         return self.texts(np.arange(self.offsets[rank], self.offsets[rank + 1]))
 
     def _taken(self, entries: Bools | Longs, offsets: Longs) -> Columns:
-        columns = (self.kind, self.stage, self.microbatch, self.peer)
-        kind, stage, microbatch, peer = (column[entries] for column in columns)
         return Columns(
-            kind=kind, stage=stage, microbatch=microbatch, peer=peer, offsets=offsets, kinds=self.kinds
+            kind=self.kind[entries],
+            stage=self.stage[entries],
+            microbatch=self.microbatch[entries],
+            peer=self.peer[entries],
+            offsets=offsets,
+            kinds=self.kinds,
         )
 
     def where(self, keep: Bools) -> Columns:

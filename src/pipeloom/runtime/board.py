@@ -208,7 +208,8 @@ class Board:
         self.rank = rank
         self.ranks = ranks
         self.failure: Failure | None = None
-        self._calls = StoreCalls(store.clone, name=f"pipeloom-store-{rank}")
+        # Its type lists no clone.
+        self._calls = StoreCalls(store.clone, name=f"pipeloom-store-{rank}")  # type: ignore[attr-defined]
         if ranks > 1:
             number = self._calls.call(lambda store: store.add(f"{name}/boards/{rank}", 1), lost_s)
             name = f"{name}/{number}"

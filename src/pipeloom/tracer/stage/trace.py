@@ -62,7 +62,7 @@ class GraphFunctions(StageFunctions):
     orders: Mapping[str, DimOrder]
 
     @cached_property
-    def peak_bytes(self) -> Mapping[str, int]:  # type: ignore[override]
+    def peak_bytes(self) -> Mapping[str, int]:
         return {name: function.peak_bytes for name, function in self.functions.items()}
 
     def forward(
