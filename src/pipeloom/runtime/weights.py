@@ -140,7 +140,7 @@ class Weights:
         self.copied_bytes = 0
         self.grads = Gradients(self.params, together)
         self.summed = Gradients(self.params, together) if awaited else self.grads
-        self.shares, self._rank = shares, rank
+        self.shares = shares
         own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
@@ -165,20 +165,6 @@ class Weights:
         self._spare: list[dict[str, Tensor]] = []
         if updates is not None and updates.limit is not None:
             self._spare = [self._empty_version() for _ in range(updates.limit - 1)]
-
-    def twin(self) -> Weights:
-        """The same parameters once more, with an optimizer and versions of their own."""
-        return Weights(
-            {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self.params.items()},
-            {},
-            self._make_optimizer,
-            device=self.device,
-            updates=self.updates,
-            shares=self.shares,
-            rank=self._rank,
-            everywhere=self._stand_ins,
-            rows=self.rows,
-        )
 
     @property
     def copies(self) -> int:
