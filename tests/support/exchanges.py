@@ -75,4 +75,4 @@ def sums_and_objects(channel: Channel, device: torch.device) -> None:
             channel.begin_broadcast(sent, group, group.ranks[-1]).wait()
             assert (sent == group.ranks[-1]).all()
     assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]
-    assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
+    assert channel.broadcast_object({"from": channel.rank}) == {"from": 0}
