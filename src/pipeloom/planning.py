@@ -25,7 +25,7 @@ from .ir.text import parse_bytes
 from .ir.timeline import Timeline
 from .machine import with_files
 from .plan_advice import plan_with_advice
-from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .plan_request import COMPILED, CapturedModel, PlanRequest, fastest, fitting
 from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
@@ -580,6 +580,25 @@ def captured_model(
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
     return CapturedModel(size=size, graph=graph, profiles=profiles, captured=captured)
+
+
+def model_of_plan(
+    job: Job, plan: Plan, cluster: Cluster | None, *, profiled: Profile | None = None
+) -> CapturedModel:
+    """The model of a plan with its costs, as they are had for planning.
+
+    cluster: None for processes of this machine.  profiled: instead of what is measured or estimated.
+    """
+    return captured_model(
+        job,
+        plan.microbatch_size,
+        cluster,
+        captured=capture(job, plan.microbatch_size, split=plan.split_words),
+        profiled=profiled,
+        compiled=cluster is None and COMPILED in plan.notes,
+        master_weights=plan.master_weights,
+        ranks=plan.ranks if cluster is None else 1,
+    )
 
 
 def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:

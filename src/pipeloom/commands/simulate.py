@@ -25,7 +25,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..ir.profile import Profile
+    from ..planner.plan_costs import Profiles
 
 
 @click.command(epilog=MODEL_HELP)
@@ -50,6 +50,7 @@ def simulate(
 ) -> None:
     """Simulate one step of PLAN, made for MODEL, and draw it.
 
+    Without --profile and --cluster, ops take what they are measured to take on this machine, kept for a day.
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
     """
     from .. import planning, reports
@@ -67,28 +68,16 @@ def simulate(
         raise ConfigError(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
         )
-    profiled = load_profile(profile_file)
-    costs: Profile | dict[str, Profile] | None = profiled
+    profiled, devices = load_profile(profile_file), described or cpu_cluster(plan.ranks)
+    costs: Profiles
     if COMPILED in plan.notes:
         planning.require_compiled(profiled, described)
     if graph_file is not None:
-        captured, graph = None, load_noun(graph_file, OpGraph)
+        graph = load_noun(graph_file, OpGraph)
+        costs = profiled or planning.estimate(graph, devices)
     else:
-        names = {device.name for device in described.devices} if described is not None else ()
-        captured = planning.capture(
-            job_of(model),
-            plan.microbatch_size,
-            devices=names,
-            master_weights=plan.master_weights,
-            split=plan.split_words,
-        )
-        graph = captured.graph
-    if costs is None and described is not None:
-        costs = planning.estimate(graph, described, captured=captured)
-    elif costs is None:
-        assert captured is not None, "a saved graph comes with a profile or a cluster"
-        costs = planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
-    devices = described or cpu_cluster(plan.ranks)
+        captured = planning.model_of_plan(job_of(model), plan, described, profiled=profiled)
+        graph, costs = captured.graph, captured.profiles
     timeline = planning.simulate(plan, graph, costs, devices)
     if html is not None:
         write_report(

@@ -17,7 +17,7 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, StagePlan
 from ..ir.text import as_plain, format_bytes, show_time
-from ..plan_request import COMPILED, CapturedModel, settings_of
+from ..plan_request import CapturedModel, settings_of
 from ..planner.plan_costs import PlanCosts
 from ..planner.search.layer_groups import layer_names
 from ..runnable import names_to_plan_by
@@ -62,19 +62,7 @@ class PlanModel:
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
-        size, ranks = plan.microbatch_size, plan.ranks
-        split = planning.capture(job, size, split=plan.split_words)
-        compiled = cluster is None and COMPILED in plan.notes
-        captured = planning.captured_model(
-            job,
-            size,
-            cluster,
-            captured=split,
-            compiled=compiled,
-            master_weights=plan.master_weights,
-            ranks=ranks if cluster is None else 1,
-        )
-        return cls(job, captured, ranks, cluster)
+        return cls(job, planning.model_of_plan(job, plan, cluster), plan.ranks, cluster)
 
 
 @dataclass(frozen=True)
