@@ -20,7 +20,7 @@ from .ir.errors import CaptureError, ConfigError, PlanError, ScheduleError
 from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
-from .ir.profile import OpCost, Profile
+from .ir.profile import OpCost, Profile, batch_text
 from .ir.text import parse_bytes
 from .ir.timeline import Timeline
 from .machine import with_files
@@ -588,12 +588,19 @@ def model_of_plan(
     """The model of a plan with its costs, as they are had for planning.
 
     cluster: None for processes of this machine.  profiled: instead of what is measured or estimated.
+    Raises: PlanError if the job's batches have other shapes.
     """
+    captured = capture(job, plan.microbatch_size, split=plan.split_words)
+    if plan.batch and (shapes := batch_text(captured.graph.inputs)) != plan.batch:
+        raise PlanError(
+            f"micro-batches of {job.name} are {', '.join(shapes)}, the plan is for {', '.join(plan.batch)}",
+            hint="let Job.batch give those; a plan for several --lengths is for the longest",
+        )
     return captured_model(
         job,
         plan.microbatch_size,
         cluster,
-        captured=capture(job, plan.microbatch_size, split=plan.split_words),
+        captured=captured,
         profiled=profiled,
         compiled=cluster is None and COMPILED in plan.notes,
         master_weights=plan.master_weights,

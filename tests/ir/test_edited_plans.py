@@ -83,9 +83,18 @@ def test_stages_that_are_placed_otherwise_or_lack_an_op_are_refused() -> None:
         cut(GRAPH, {"op0": 0})
 
 
-@pytest.mark.parametrize(("op", "words"), [("op1", "2 times"), ("op7", "not in the model")])
-def test_an_op_in_two_stages_or_of_no_model_is_refused(op: str, words: str) -> None:
-    stages = (PLAN.stages[0], replace(PLAN.stages[1], ops=(op, "op2")))
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        (("op1", "op2"), "2 times"),
+        (("op7", "op2"), "not in the model"),
+        ((), "stage 1 of the plan has no ops"),
+    ],
+)
+def test_an_op_in_two_stages_or_of_no_model_and_a_stage_without_ops_are_refused(
+    ops: tuple[str, ...], words: str
+) -> None:
+    stages = (PLAN.stages[0], replace(PLAN.stages[1], ops=ops))
     with pytest.raises(PlanError, match=words):
         replace(PLAN, stages=stages).stage_graph(GRAPH)
 

@@ -18,7 +18,8 @@ from torch import nn
 from pipeloom import Job, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.commands.studio import read_words
-from pipeloom.ir.errors import ConfigError, ScheduleError
+from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.plan_request import settings_of
 from pipeloom.schedules.registry import names
@@ -105,6 +106,14 @@ def test_all_figures_of_a_plan_are_of_the_devices_that_it_is_simulated_on() -> N
     assert elsewhere["step"] != here["step"]
     assert [one["times"] for one in elsewhere["stages"]] != [one["times"] for one in here["stages"]]
     assert "roofline" in here["said"] and "file" in PlanDesk(plan, None).plan({})["said"]
+
+
+def test_a_plan_of_other_shapes_is_refused_and_treatments_may_end_before_the_last_stage() -> None:
+    plan = planned()
+    short = desk_of(replace(plan, memory=MemoryPolicy(stages=({},))))
+    assert short.plan({})["stages"] == desk_of(plan).plan({})["stages"]
+    with pytest.raises(PlanError, match=r"are input\[4,8\]float32, the plan is for input\[4,16\]float32"):
+        desk_of(replace(plan, batch=("input[4,16]float32",)))
 
 
 @pytest.mark.parametrize("split", ["off", 2])

@@ -238,8 +238,8 @@ class Plan:
     def stage_graph(self, graph: OpGraph) -> StageGraph:
         """Cut `graph` as planned.
 
-        Raises: PlanError if the plan was made for another model, or has an op twice or one that the model
-            has not; CutError if its stages are no cut of it.
+        Raises: PlanError if the plan was made for another model, has an op twice, one that the model has not,
+            or a stage without ops; CutError if its stages are no cut of it.
         """
         if graph.fingerprint != self.graph:
             raise PlanError(
@@ -252,6 +252,8 @@ class Plan:
             if times > 1 or op not in known:
                 wrong = f"{times} times" if times > 1 else "and not in the model"
                 raise PlanError(f"op {shown(op)} is in the plan {wrong}", hint="give each op one stage")
+        if empty := [index for index, stage in enumerate(self.stages) if not stage.ops]:
+            raise PlanError(f"stage {empty[0]} of the plan has no ops", hint="give it some, or plan again")
         return cut(graph, self.stage_of)
 
     def save(self, path: Path | str) -> None:

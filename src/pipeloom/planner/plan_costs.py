@@ -48,8 +48,7 @@ class PlanCosts:
         Raises: PlanError if the cluster has too few devices, or one without a profile.
         """
         stages = plan.replicated(plan.stage_graph(self.graph))
-        policies = plan.memory.stages
-        treatments = [policies[s] if s < len(policies) else {} for s in range(len(plan.stages))]
+        treatments = [plan.memory.of_stage(s) for s in range(len(plan.stages))]
         # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
         in_flight = registry.in_flight(plan.as_schedule)
         ahead = plan.memory.ahead
@@ -77,8 +76,7 @@ class PlanCosts:
         stages, model = plan.stage_graph(self.graph), self._model(plan, 0, sharing)
         in_flight, found = registry.in_flight(plan.as_schedule), list[StagePlan]()
         for s in range(len(plan.stages)):
-            treatments = plan.memory.stages[s] if plan.memory.stages else {}
-            one = estimate_stage(model, stages, s, treatments)
+            one = estimate_stage(model, stages, s, plan.memory.of_stage(s))
             found.append(one.plan(max(1, in_flight[s]), ahead=s in plan.memory.ahead, turn_s=one.turn_s))
         return tuple(found)
 

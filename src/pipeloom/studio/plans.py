@@ -264,5 +264,5 @@ def _treated(stage: StagePlan, number: int, plan: Plan) -> Json:
         "times": [show_time(seconds) if seconds else "" for seconds in times],
         "bytes": sizes,
         "sizes": [format_bytes(size) for size in sizes],
-        "treatments": dict(plan.memory.stages[number]) if number < len(plan.memory.stages) else {},
+        "treatments": dict(plan.memory.of_stage(number)),
     }

@@ -212,7 +212,8 @@ def _refuse_treatments(
         if treatment == "offload" and copies is None:
             raise PlanError(
                 f"stage {stage} offloads {name}, but its device has no link to a host",
-                hint="add host_link to the device in the cluster file, or keep it",
+                hint="name a --cluster with host_link (`pipeloom cluster detect --directory FOLDER -o FILE` "
+                "measures this machine's), or keep it",
             )
         if treatment == "recompute" and not residuals.may[index] and not residuals.needs_input[index]:
             raise PlanError(
