@@ -242,5 +242,10 @@ def test_clusters_are_listed_shown_with_their_sources_and_saved(folder: Path) ->
     assert sources["a100-80-pcie"]["memory_bytes_per_s"]["source"].startswith("NVIDIA")
     good("cluster", "show", "4 x rtx-4090", "-o", "four.toml")
     assert load_cluster(folder / "four.toml") == find_cluster("4 x rtx-4090")
+    changed = (folder / "four.toml").read_text().replace("launch_s = ", "launch_s = 1.5e-3  #")
+    (folder / "changed.toml").write_text(changed)
+    assert figures("cluster", "show", "four.toml")["sources"]
+    assert "1500 us" in good("cluster", "show", "changed.toml")
+    assert figures("cluster", "show", "changed.toml")["sources"] == {}  # its figures are its own
     profile = figures("profile", "mine.py:job", "--cluster", "four.toml")
     assert (profile["device"], profile["source"]) == ("rtx-4090", "roofline")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ import click
 from ..clusters.devices import BuiltIn, Figure, built_in_devices
 from ..clusters.files import save_cluster
 from ..clusters.names import find_cluster
+from ..ir.cluster import Device
 from ..ir.text import as_plain, format_bytes
 from ..viewer.table import Column, Table
 from .common import NEW_FILE, OneOf, emit, json_option
 
 if TYPE_CHECKING:
     from ..ir.cluster import Cluster, Link
+
+UNITS = {"flops_per_s": "FLOP/s", "memory_bytes_per_s": "B/s", "efficiency": "", "launch_s": "s"}
+"""Figures of a device that times depend on."""
 
 
 @click.group()
@@ -73,8 +78,14 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     described = find_cluster(name)
     if output is not None:
         save_cluster(described, output, note=f"{name}; for sources: pipeloom cluster show")
-    built_in = built_in_devices()
-    kinds = [built_in[kind] for kind in dict.fromkeys(d.name for d in described.devices) if kind in built_in]
+    kinds, own = [], dict[str, Device]()
+    for device in described.devices:
+        known = built_in_devices().get(device.name)
+        plain = replace(device, node=0, group=None, switch=None)
+        if known is None or plain != known.device(memory_bytes=device.memory_bytes):
+            own.setdefault(device.name, device)
+        elif known not in kinds:
+            kinds.append(known)
     sources = {
         kind.name: {f.name: {**f.table, "source": f.source} for f in kind.figures.values()} for kind in kinds
     }
@@ -85,6 +96,9 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
         for kind in kinds:
             yield f"\n{kind.name}: {kind.about}"
             yield Table("", columns, [(f.name, _value(f), f.source) for f in kind.figures.values()])
+        for device in own.values():
+            yield f"\n{device.name}: with the figures of {name}"
+            yield Table("", columns[:2], list(_own_figures(device)))
 
     emit(_described(described) | {"sources": sources}, screen(), as_json=as_json)
 
@@ -162,14 +176,21 @@ def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
             yield f"{name}: {_rate(link)} GB/s, {link.latency_s * 1e6:.1f} us"
 
 
+def _own_figures(device: Device) -> Iterator[tuple[str, str]]:
+    """What times depend on; the rest is in the table of ranks."""
+    for name in UNITS:
+        value = getattr(device, name)
+        for key, one in value.items() if isinstance(value, Mapping) else [("", value)]:
+            yield f"{name}.{key}".rstrip("."), _amount(one, UNITS[name])
+
+
 def _value(figure: Figure) -> str:
     if "value" not in figure.table:
         size = f" for {figure.size}" if "size" in figure.table else ""
         return f"{_rate(figure.link)} GB/s, {figure.link.latency_s * 1e6:.1f} us{size}"
-    units = {"flops_per_s": "FLOP/s", "memory_bytes_per_s": "B/s", "launch_s": "s"}
     if isinstance(figure.value, str):
         return figure.value
-    return _amount(float(figure.value), units.get(figure.name.split(".")[0], ""))
+    return _amount(float(figure.value), UNITS.get(figure.name.split(".")[0], ""))
 
 
 def _amount(value: float, unit: str) -> str:
