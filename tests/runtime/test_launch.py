@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from processes import run, start, until
 
-from pipeloom.runtime.launch import StartedRanks
+from pipeloom.runtime.launch import StartedRanks, terminate_as_exit
 
 HERE = Path(__file__).parent
 
@@ -220,6 +220,16 @@ def test_ranks_that_get_no_work_end_without_a_word(
         raise ValueError("no plan")
     assert not any(alive(pid) for pid in ready)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_signal_that_is_to_be_ignored_from_now_on_stays_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with terminate_as_exit():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 KILLED = textwrap.dedent(

@@ -282,7 +282,8 @@ def terminate_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _handlers(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
-    """Set signal handlers for a while. Only the main thread can; elsewhere nothing changes."""
+    """Set signal handlers for a while, or until others are set. Only the main thread can; elsewhere nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -291,7 +292,8 @@ def _handlers(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, previous in before:
-            signal.signal(number, previous)
+            if signal.getsignal(number) is handler:
+                signal.signal(number, previous)
 
 
 class LauncherStore:
