@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,28 @@ def test_a_module_with_its_weights_trains_as_in_one_process() -> None:
     """The optimizer groups parameters by name; `y` is the loss's, as the forward has no such argument."""
     pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], NET, named())
     assert pipes[0] == pipes[1] == pytest.approx(plain_losses(net(), [named()] * 3), rel=1e-5)
+
+
+class OwnSGD(torch.optim.SGD):
+    """Tried with small parameters, as any class that is not PyTorch's."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, OwnSGD])
+def test_the_optimizer_made_last_is_the_one_that_steps(kind: type[torch.optim.Optimizer]) -> None:
+    """So a script can hold it, to change its learning rate between steps."""
+    made: dict[int, torch.optim.Optimizer] = {}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[get_ident()] = kind(parameters, lr=0.5)
+        return made[get_ident()]
+
+    def work(pipe: pipeloom.Pipeline) -> float:
+        scheduler = torch.optim.lr_scheduler.StepLR(made[get_ident()], step_size=1, gamma=0.5)
+        pipe.step(named())
+        scheduler.step()
+        return pipe.lr
+
+    assert on_two_ranks(work, NET, named(), optimizer=optimizer) == [0.25, 0.25]
 
 
 def test_the_last_parts_of_a_tuple_or_list_are_those_of_the_loss() -> None:

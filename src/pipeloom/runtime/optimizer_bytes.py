@@ -77,9 +77,9 @@ def make_checked(
     # number of a part, and what it does with A is done with each part of A:
     #
     #     number      A in three parts     B whole
-    #     0           A[0]                 B           the optimizer that is returned
-    #     1           A[1]                 B           A[1] joins the group of A[0]; B is known
-    #     2           A[2]                 B           likewise
+    #     2           A[2]                 B           A[2] joins the group of A[0]; B is known
+    #     1           A[1]                 B           likewise
+    #     0           A[0]                 B           the optimizer that is returned, made last
     #
     if not callable(make):
         raise PlanError(
@@ -88,13 +88,13 @@ def make_checked(
         )
     numbers = _numbers(params, rows)
     try:
-        optimizer, *others = (
+        *others, optimizer = (
             make_optimizer(make, _with_parts(params, rows, numbers, number))
-            for number in range(max(numbers.values(), default=0) + 1)
+            for number in range(max(numbers.values(), default=0), -1, -1)
         )
     except Exception as error:  # the user's code
         raise _refusal(make, params, error) from None
-    for other in others:
+    for other in reversed(others):
         _join_groups(optimizer, other, params)
     names = {id(p): name for name, p in params.items()}
     owner: dict[int, Optimizer] = {}
@@ -343,16 +343,17 @@ def _updates(
 @one_thread_at_a_time
 def refuse_coupled(
     make: MakeOptimizer,
-    optimizer: Optimizer,
     params: Mapping[str, nn.Parameter],
     mine: Collection[str],
     rows: Mapping[str, PartRows] = NO_ROWS,
 ) -> None:
     """Steps of small parameters are compared, between which only what other ranks have differs.
 
-    optimizer: made for the parameters by `make`.  mine: those that this rank steps.
+    mine: those that this rank steps.
     Raises: PlanError if it updates these otherwise then, as one that divides by the norm of all gradients.
     """
+    optimizer = make_checked(make, params, rows)
+    refuse_kept_beside(optimizer)
     hooked = any(
         each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers_of(optimizer)
     )

@@ -148,16 +148,17 @@ class Weights:
         self._make_optimizer = optimizer or default_optimizer(torch.device(device).type != "cpu")
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.rows = rows
+        self.keep_gradients = keep_gradients
+        self.device = device
+        if 0 < len(self.stepped) < len(trained):
+            refuse_coupled(self._make_optimizer, self._stand_ins, self.stepped, rows)
+        _ = self.update_bytes  # which makes some, too: a script may hold the last one, as for a scheduler
         self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
         self.optimizers = () if self.optimizer is None else optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
-            if 0 < len(self.stepped) < len(trained):
-                refuse_coupled(self._make_optimizer, self.optimizer, self._stand_ins, self.stepped, rows)
         for each in self.optimizers:
             forget_stand_ins(each)
-        self.keep_gradients = keep_gradients
-        self.device = device
         self.last_gradients: dict[str, Tensor] = {}
         self.casts = {n: self.params[n].data.to(dtype) for n, dtype in (computed_in or {}).items()}
         self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers, **self.casts}}
