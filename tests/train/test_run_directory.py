@@ -104,6 +104,23 @@ def test_a_disk_that_refuses_the_lock_is_left_as_it_was(here: Path, monkeypatch:
     assert not list(here.iterdir())
 
 
+def test_a_run_on_a_disk_that_cannot_be_written_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained("gpt", here / "a")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)  # so does such a disk, also of a file that is not there
+    with (
+        pytest.raises(ConfigError, match="cannot lock a: Read-only"),
+        run_directory("x", Path("a"), resume=True),
+    ):
+        pass
+
+
 def test_a_directory_is_held_until_the_end(here: Path) -> None:
     run = trained("gpt", here / "a")
     with run_directory("gpt", run, resume=True):

@@ -86,7 +86,8 @@ def _acquire(lock: FileLock, path: Path) -> None:
         ) from None
     except OSError as error:
         if not was_there:
-            (path / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # of a disk that cannot be written
+                (path / LOCK).unlink()
         if error.errno not in NO_LOCKS:
             raise ConfigError(f"cannot lock {path}: {error.strerror}", hint="choose another --out") from None
         text = "%s is on a disk without locks (%s): see to it that no other run trains in it"
