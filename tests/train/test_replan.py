@@ -52,7 +52,8 @@ def test_a_slow_rank_gets_fewer_layers(again) -> None:  # type: ignore[no-untype
     assert found.plan is not None and found.other_s <= 0.8 * found.now_s
     before, after = (sum("linear" in op for op in each.stages[1].ops) for each in (plan, found.plan))
     assert after < before
-    assert json.dumps(found.figures) and "rank 1" in str(found)
+    assert json.dumps(found.figures) and "rank 1 computes 2.00 times as long" in str(found)
+    assert "rank 1 computes 6.00 times as long" in str(replace(found, pace=(1.0, 6.0)))
 
 
 def test_the_plan_stays_where_another_does_not_pay(again) -> None:  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Replanned:
 
     def __str__(self) -> str:
         rank, slowest = max(enumerate(self.pace), key=lambda pair: pair[1])
-        against = slowest / median(self.pace)
+        against = slowest / median_low(self.pace)  # of two ranks, that of the other one
         text = (
             f"rank {rank} computes {against:.2f} times as long as the middle one, for its plan; planned "
             f"again, a step takes {show_time(self.other_s)} instead of {show_time(self.now_s)}; that gains "
