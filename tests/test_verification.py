@@ -189,7 +189,7 @@ def test_what_only_the_pipeline_makes_not_finite_is_a_difference(
     monkeypatch.setattr(Pipeline, "step", lambda *args, **how: step(*args, **how) * float("nan"))
     result = verified(JOB)
     assert not result.passed and not result.not_finite
-    assert result.verdict.startswith("loss differs by inf") and report(result)[-1].startswith("NOT equal")
+    assert result.verdict.startswith("loss differs by inf") and report(result)[-2].startswith("NOT equal")
 
 
 # Whether the loss is a mean over rows
@@ -208,6 +208,13 @@ class NormedTokenMean(TokenMean, Averaging):
     pass
 
 
+class Doubling(Stack):
+    """It changes its input in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(x.mul_(2), y)
+
+
 class FixedSize(Stack):
     """It takes no more rows than a micro-batch has."""
 
@@ -224,6 +231,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("job", "off"),
     [
         (JOB, False),
+        (job_of(Doubling), False),
         (job_of(TokenMean), True),
         # Rows cannot be told apart, a weight is given, or there is no whole batch.
         (job_of(NormedTokenMean), None),

@@ -287,8 +287,9 @@ def plain_step(
         replay = DrawReplay(draws) if draws is not None else None
         with replay or nullcontext():
             for part, share in zip(parts, shares, strict=True):
+                given = _copies(part)  # which a forward may change in place
                 with autocast_region(autocast):
-                    own = scalar_loss(job, call_model(job, model, part), part)
+                    own = scalar_loss(job, call_model(job, model, given), given)
                     loss = own * share
                 losses.append(float(own.detach()))
                 total += float(loss.detach())
