@@ -115,7 +115,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     assert result["passed"] and len(result["gradients"]) == len(result["parameters"]) == 8
     assert "equal within the tolerance 1e-05" in good(*words)
     failed = run(*words, "--tolerance", "1e-30")
-    assert failed.exit_code == 1 and "NOT equal" in failed.stdout
+    assert failed.exit_code == 1 and "NOT equal" in failed.stdout and "hint: " in failed.stdout
 
 
 @pytest.mark.parametrize(

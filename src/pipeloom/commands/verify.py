@@ -91,6 +91,12 @@ def verify(
     ctx.exit(0 if verification.passed else 1)
 
 
+NOT_EQUAL_HINT = (
+    "do they differ with --ranks 1, too? Then the forward reads what an earlier call has left, or what is "
+    "not in its modules; see docs/troubleshooting.md#the-numbers-differ-from-one-process"
+)
+
+
 def report(verification: Verification) -> list[str]:
     lines = [
         f"compared with {verification.reference}; largest relative differences:",
@@ -105,4 +111,5 @@ def report(verification: Verification) -> list[str]:
         return [*lines, verification.verdict, f"hint: {verification.hint}"]
     verdict = "equal within" if verification.passed else "NOT equal within"
     own = "" if verification.independent else ", compared with its own graph"
-    return [*lines, f"{verdict} the tolerance {verification.tolerance:.0e}{own}"]
+    lines.append(f"{verdict} the tolerance {verification.tolerance:.0e}{own}")
+    return lines if verification.passed else [*lines, f"hint: {NOT_EQUAL_HINT}"]
