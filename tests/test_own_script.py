@@ -412,7 +412,16 @@ def test_ranks_with_other_settings_are_refused() -> None:
         run_threads(2, rank)
 
 
-@pytest.mark.parametrize("example", [None, {"x": torch.ones(4), "a": "b"}, (), torch.tensor(1.0)])
-def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
-    with pytest.raises(BatchError):
+@pytest.mark.parametrize(
+    ("example", "word"),
+    [
+        (None, "a dictionary of tensors, a tuple"),
+        (SimpleNamespace(x=torch.ones(4)), "a dictionary of tensors, a tuple"),
+        ({"x": torch.ones(4), "a": "b"}, "a"),
+        ((), "parts"),
+        (torch.tensor(1.0), "rows"),
+    ],
+)
+def test_an_example_that_is_no_batch_is_refused(example: Any, word: str) -> None:
+    with pytest.raises(BatchError, match=word):
         pipeloom.Pipeline(NET, example=example, loss=of_named)

@@ -245,7 +245,8 @@ class Plan:
             raise PlanError(
                 f"this plan was made for model {shown(self.graph)}, not for {graph.name} "
                 f"({graph.fingerprint})",
-                hint="plan again for this model, or pass the model the plan was made for",
+                hint="plan again for this model, or pass the model the plan was made for, as it was: a run "
+                "is resumed with that only",
             )
         known = {op.name for op in graph.ops}
         for op, times in Counter(op for stage in self.stages for op in stage.ops).items():

@@ -85,7 +85,8 @@ def job_of(
     if not isinstance(example, Mapping | Tensor | Iterable) or isinstance(example, str):
         raise BatchError(
             f"the example is {of_type(example)}, no batch",
-            hint="give one batch of the loader, as next(iter(loader))",
+            hint="give one batch of the loader, as next(iter(loader)): a dictionary of tensors, a tuple of "
+            "them, or one tensor",
         )
     form, for_loss = BatchForm(), 0
     if not isinstance(example, Mapping):
