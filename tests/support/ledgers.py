@@ -22,7 +22,7 @@ from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 from pipeloom.runtime import channel as posting
-from pipeloom.runtime.transport import CompletedTransfer, GlooTransport, PendingTransfer
+from pipeloom.runtime.transport import GlooTransport, PendingTransfer, ended_transfer
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
 
@@ -36,7 +36,7 @@ def sends_are_through_at_once() -> Iterator[None]:
 
     def send(self: GlooTransport, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         under_way.append(real(self, buffer.clone(), target, index))
-        return CompletedTransfer()
+        return ended_transfer()
 
     none_held = patch.object(forecast, "SMALL_BYTES", None)
     with patch.object(GlooTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0), none_held:

@@ -38,11 +38,11 @@ from .device_transport import DeviceTransport, device_group
 from .messages import Message, as_bytes, pack, unpack
 from .transport import (
     SMALL_BYTES,
-    CompletedTransfer,
     GlooTransport,
     PendingTransfer,
     SumGroup,
     Transport,
+    ended_transfer,
     gloo_group,
 )
 from .watch import Watch
@@ -309,7 +309,7 @@ class Channel:
         owner: the only rank that gets the sum, for half of the bytes; the others' tensors are then lost.
         """
         self._post_receives()
-        transfer: PendingTransfer = CompletedTransfer()
+        transfer: PendingTransfer = ended_transfer()
         if owner is None and self.ranks > 1 and (group is None or len(group.ranks) > 1):
             transfer = self._transport.all_reduce(tensor, group)
         elif owner is not None and group is not None and len(group.ranks) > 1:
@@ -322,7 +322,7 @@ class Channel:
         tensor: contiguous; it must not be used before `PendingSum.wait`.
         """
         self._post_receives()
-        transfer: PendingTransfer = CompletedTransfer()
+        transfer: PendingTransfer = ended_transfer()
         if len(group.ranks) > 1:
             transfer = self._transport.broadcast(tensor, group, source)
         return PendingSum(group, transfer, self._wait_for_sum)
@@ -376,7 +376,7 @@ class Channel:
             while source.posted < source.with_buffer:
                 message = source.messages[source.posted]
                 buffer = self._unposted.pop(message.key)
-                transfer: PendingTransfer = CompletedTransfer()
+                transfer: PendingTransfer = ended_transfer()
                 if message.bytes:
                     index = source.earlier + source.posted
                     transfer = self._transport.receive(buffer, message.source, index)

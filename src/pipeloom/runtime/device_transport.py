@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from ..ir.errors import ConfigError
 from .connect import BACKEND_PATIENCE
-from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, Transport
+from .transport import GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, Transport, ended_transfer
 from .watch import Waiting, Watch
 
 UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
@@ -178,13 +178,13 @@ class DeviceTransport(Transport):
         try:
             return self._begun(self._edges[self.rank, target].send([buffer], 1, 0))
         except RuntimeError as error:
-            return FailedTransfer(error)
+            return ended_transfer(error)
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
             return self._begun(self._edges[source, self.rank].recv([buffer], 0, 0))
         except RuntimeError as error:
-            return FailedTransfer(error)
+            return ended_transfer(error)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:

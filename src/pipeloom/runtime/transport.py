@@ -147,29 +147,6 @@ class Transport(ABC):
     def _begun(self, work: dist.Work) -> PendingTransfer: ...
 
 
-class CompletedTransfer:
-    """A transfer of no bytes, or one that has ended already."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns at once."""
-
-
-class FailedTransfer:
-    """A transfer that could not even be posted."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._reason = _first_line(error)
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self, timeout_s: float) -> None:
-        raise ConnectionError(self._reason)
-
-
 def gloo_group(
     store: Store, timeout: timedelta, name: str, rank: int, ranks: int, *, inside: bool = False
 ) -> dist.ProcessGroupGloo:
@@ -204,7 +181,7 @@ class GlooTransport(Transport):
         try:
             work = self._group.send([buffer], target, _tag(index))
         except RuntimeError as error:
-            return FailedTransfer(error)
+            return ended_transfer(error)
         return GlooTransfer(work) if buffer.numel() <= SMALL_BYTES else self._waited_for(work, target)
 
     def watched(self, send: PendingTransfer, target: int) -> PendingTransfer:
@@ -213,13 +190,13 @@ class GlooTransport(Transport):
     def _waited_for(self, work: dist.Work, target: int) -> PendingTransfer:
         if target not in self._sending:
             self._sending[target] = OneThread(f"pipeloom-send-{self.rank}-{target}")
-        return _LargeSend(self._sending[target].submit(partial(work.wait, NO_LIMIT)))
+        return FutureTransfer(self._sending[target].submit(partial(work.wait, NO_LIMIT)))
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
             return GlooTransfer(self._group.recv([buffer], source, _tag(index)))
         except RuntimeError as error:
-            return FailedTransfer(error)
+            return ended_transfer(error)
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         """The owner gathers all and adds, in rank order: gloo's own reduce sends up to twice the bytes. It
@@ -296,8 +273,8 @@ class GlooTransfer:
         self._then()
 
 
-class _LargeSend:
-    """A send that a thread waits for. ended: returns once it has."""
+class FutureTransfer:
+    """A transfer that ends as a future does: with a RuntimeError where it could not succeed."""
 
     def __init__(self, ended: Future[Any]) -> None:
         self._ended = ended
@@ -310,6 +287,13 @@ class _LargeSend:
             self._ended.result(timeout_s)
         except RuntimeError as error:
             raise ConnectionError(_first_line(error)) from None
+
+
+def ended_transfer(error: RuntimeError | None = None) -> FutureTransfer:
+    """One that has ended already, as one of no bytes; or that could not even be posted."""
+    ended: Future[None] = Future()
+    ended.set_result(None) if error is None else ended.set_exception(error)
+    return FutureTransfer(ended)
 
 
 def _tag(index: int) -> int:
