@@ -54,7 +54,7 @@ from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.plan_words import WHOLE_STEP
 from pipeloom.planner.plan_costs import PlanCosts
-from pipeloom.planner.planners import PLANNERS, JointPlanner
+from pipeloom.planner.planners import PLANNERS, searches
 from pipeloom.planner.search.layer_groups import layers
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.split_words import split_words
@@ -376,8 +376,8 @@ def by_planners(cases: Iterable[tuple[str, str]], seconds: int, auto_s: int) -> 
     for model, cluster in cases:
         auto = planned(model, cluster, split_words="off", time_limit=auto_s)  # captures here, for all
         row: dict[str, Any] = {"model": model, "devices": cluster, "auto": auto.predicted_step_s}
-        for name, planner in PLANNERS.items():
-            if not isinstance(planner.plan, JointPlanner):
+        for name in PLANNERS:
+            if not searches(name):
                 plan = partial(planned, model, cluster, planner=name, schedule="1f1b", split_words="off")
                 row[name] = step_within(seconds, plan)
         rows.append(row)

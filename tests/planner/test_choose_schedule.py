@@ -12,7 +12,7 @@ from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.planners import PLANNERS, ByCuts, OneSchedule, evened, make_plan, searched
+from pipeloom.planner.planners import PLANNERS, by_cuts, make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.schedule_names import schedule_names
 from pipeloom.planner.search.cut_search import Search
@@ -137,7 +137,7 @@ def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: 
         asked.append(search)
         return dawnpiper(search)
 
-    plan = OneSchedule(evened(searched(ByCuts(find))))
+    plan = by_cuts(find, even=True)
     monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(PLANNERS["dawnpiper-alone"], plan=plan))
     with pytest.raises(InfeasibleError):
         plans(5, 0.7)("zb_v", "dawnpiper-alone")

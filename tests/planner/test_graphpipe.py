@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
@@ -132,11 +131,11 @@ def towers_of(count: int, layers: int) -> Request:
 
 def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
     plan = plan_of(towers_of(2, 4), microbatches=8)
-    figures = {key: float(text) for key, text in plan.notes.items()}
+    figures = {key: float(text) for key, text in plan.notes.items() if "branches." in key}
     assert figures["branches.depth"] < figures["no_branches.depth"] == 4
     assert figures["branches.step_s"] == plan.predicted_step_s
-    assert plan.predicted_step_s <= figures["no_branches.step_s"] * (1 + 1e-6)
-    assert figures["branches.peak_bytes"] < figures["no_branches.peak_bytes"]
+    assert plan.predicted_step_s < 0.95 * figures["no_branches.step_s"]
+    assert figures["branches.peak_bytes"] == max(plan.peaks) and figures["no_branches.peak_bytes"] > 0
     # Four stages in a row with two or more micro-batches in flight fill and drain for longer than two.
     assert figures["no_branches.sequential_step_s"] > 1.05 * figures["branches.step_s"]
 
@@ -170,9 +169,8 @@ def test_slow_devices_get_shorter_stages():
     assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
 
 
-def test_a_huge_graph_that_fits_only_with_residuals_freed_has_a_plan(monkeypatch):
-    """The quick way for huge graphs keeps every residual; where nothing fits so, the slow way goes on."""
-    monkeypatch.setattr(sys.modules["pipeloom.planner.planners"], "HUGE", 0)
+def test_stages_that_fit_only_with_residuals_freed_have_a_plan():
+    """The first cuts of `graphpipe` are those that keep every residual."""
     graph, cluster = layered(6, rows=16), find_cluster("2 x a100-40 with 1.95GiB")
     profile = roofline(graph, cluster.devices[0])
     plan = make_plan(graph, profile, cluster, ranks=2, schedule="1f1b", microbatches=4, planner="graphpipe")

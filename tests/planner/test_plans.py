@@ -21,7 +21,7 @@ from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
-from pipeloom.planner.planners import PLANNERS, finder_of, make_plan
+from pipeloom.planner.planners import PLANNERS, make_plan, own_of
 from pipeloom.planner.refusals import NoCutFits, passes_caps
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
@@ -91,13 +91,13 @@ def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
 def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stages, cap):
     graph, profile, cluster = case(5, stages, cap)
     options, turn = PlanOptions(microbatches=2 * stages, treatments=("recompute",)), {}
-    for name in ("exact", "dawnpiper", "probe", "vpipe"):
+    for name in ("exact", "dawnpiper-alone", "probe", "vpipe"):
         request = Request(graph, profile, cluster, options, PLANNERS[name])
         search = request.search()
-        bounds = enumerate(pairwise(finder_of(name).own.find(search)))
+        bounds = enumerate(pairwise(own_of(name).find(search)))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
-    assert turn["dawnpiper"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]
+    assert turn["dawnpiper-alone"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]
 
 
 @pytest.mark.parametrize("name", ["dawnpiper", "vpipe"])

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from branching_graphs import cluster_of, random_graph
 from hypothesis import given, settings, strategies as st
 from joint_cases import with_memory
 from layered import layered
@@ -19,21 +18,9 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.plan_costs import PlanCosts
-from pipeloom.planner.planners import (
-    PLANNERS,
-    ByCuts,
-    OneSchedule,
-    fastest,
-    finder_of,
-    make_plan,
-    planner,
-    searched,
-)
-from pipeloom.planner.refine import faster_under_less
-from pipeloom.planner.request import PlanOptions, Request
-from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.planners import PLANNERS, JointPlanner, make_plan
+from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
 
 
@@ -58,7 +45,7 @@ def planned(graph, profile, cluster: Cluster, planner: str, **options) -> Plan |
         ("dawnpiper-alone", "flush", 4, 0.0),
         ("probe", "2bw", 4, 0.0),
         ("exact", "flush", 4, 0.0),
-        # Cuts that were polished under a smaller cap are no candidates under a larger one.
+        # Cuts that were moved under a smaller cap are no candidates under a larger one.
         pytest.param("dawnpiper", "flush", 3, 0.005, marks=pytest.mark.slow),
     ],
 )
@@ -76,44 +63,6 @@ def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: i
     assert steps[-1] < float("inf")
 
 
-def cut_into_two(memory: int) -> Request:
-    graph, profile = random_graph(1, 8, "chain")
-    options = PlanOptions(ranks=2, schedule="1f1b", microbatches=4)
-    return Request(graph, profile, cluster_of(2, memory), options, planner("balanced"))
-
-
-def candidates(request: Request) -> list[Candidate]:
-    """Of every cut into two, the slowest first."""
-    made = (Candidate(request, request.search(), (0, at, 8)) for at in range(1, 8))
-    return sorted(made, key=lambda candidate: -candidate.timeline.step_s)
-
-
-def test_what_passes_the_cap_itself_is_not_taken() -> None:
-    fast = candidates(cut_into_two(1 << 40))[-1]
-    tight = cut_into_two(max(map(fast.timeline.peak_bytes, range(2))) // 2)
-    found = Candidate(tight, tight.search(), fast.cuts)
-    assert any(found.over)
-    assert faster_under_less(tight, None, lambda less: found) is None
-
-
-def test_the_next_smaller_cap_is_searched_that_the_best_does_not_keep() -> None:
-    request = cut_into_two(1 << 40)
-    slow, *_, fast = candidates(request)
-    asked: list[Request] = []
-
-    def find(less: Request) -> Candidate:
-        asked.append(less)
-        return fast
-
-    best = faster_under_less(request, slow, find)
-    (less,) = asked
-    most = max(map(slow.timeline.peak_bytes, range(2)))
-    assert most / 2 ** (1 / 4) <= less.cluster.devices[0].memory_bytes + 1 <= most
-    assert less.below_s == request.below_s
-    assert best is not None and best.cuts == fast.cuts
-    assert faster_under_less(request, fast, lambda less: slow) is fast
-
-
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(data=st.data(), stages=st.integers(2, 3), cap=st.integers(1500, 6000), linked=st.booleans())
@@ -128,25 +77,11 @@ def test_no_start_of_dawnpiper_is_faster_and_none_finds_a_plan_alone(data, stage
     best = planned(graph, profiles, cluster, "dawnpiper")
     some = planned(graph, profiles, cluster, "dawnpiper", fastest=False)
     assert (best is None) == (some is None)
-    for other in ("dawnpiper-alone", *finder_of("dawnpiper").beside):
+    plan = PLANNERS["dawnpiper"].plan
+    assert isinstance(plan, JointPlanner)
+    for other in plan.planners:
         if (theirs := planned(graph, profiles, cluster, other)) is not None:
             assert best is not None and best.predicted_step_s <= theirs.predicted_step_s, other
-
-
-def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(search: Search) -> tuple[int, ...]:
-        raise AssertionError("probe has a plan")
-
-    graph, cluster = layered(3, rows=2, hidden=512, length=256), find_cluster("2 x a100-40")
-    profile = roofline(graph, cluster.devices[0])
-    theirs = planned(graph, profile, cluster, "probe")
-    own = PLANNERS["dawnpiper"]
-    plan = OneSchedule(fastest(searched(ByCuts(never)), "probe"))
-    monkeypatch.setitem(PLANNERS, "dawnpiper", replace(own, plan=plan))
-    found = planned(graph, profile, cluster, "dawnpiper", fastest=False)
-    assert theirs is not None and found is not None and found.stages == theirs.stages
-    with pytest.raises(AssertionError, match="probe has a plan"):
-        planned(graph, profile, cluster, "dawnpiper")
 
 
 # Stages of a plan keep their caps by themselves, not only in the simulated step.

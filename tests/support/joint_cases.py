@@ -13,7 +13,7 @@ from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
-from pipeloom.planner.planners import PLANNERS, OneSchedule, make_plan
+from pipeloom.planner.planners import PLANNERS, make_plan, searches
 from pipeloom.planner.request import PlanOptions
 from pipeloom.schedules import registry
 
@@ -56,5 +56,5 @@ SCHEDULES = [
     if registry.entry(name).weights == "flush" and not registry.entry(name).lacks and name != "forward_only"
 ]
 
-PLANNERS_OF_ONE = [name for name, by in PLANNERS.items() if isinstance(by.plan, OneSchedule)]
+PLANNERS_OF_ONE = [name for name in PLANNERS if not searches(name)]
 """Planners for one schedule."""

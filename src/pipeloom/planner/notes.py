@@ -5,31 +5,43 @@ Notes are texts by key, so that a saved plan can be explained later.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
+from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
 from .candidate import Candidate
+from .joint.search import JointSearch
 
 ALIKE = 1e-6
 """Share of the step below which two steps are as fast; the shallower pipeline then wins, which holds less."""
 
 
-def faster_of(dag: Candidate | None, row: Candidate | None) -> Candidate | None:
-    """The faster of the best candidate and the best one whose stages run one after another.
+def faster_of(side_by_side: JointSearch, in_a_row: JointSearch) -> Plan:
+    """The faster of the plans of two searches, of which the second has stages that run one after another.
 
     Its notes say what both take, for whoever wants to see what branches gain: seconds, bytes of the rank that
     holds most, and stages on the longest path; and seconds of the latter as a sequential pipeline.
+    Raises: as `JointSearch.run` of the first.
     """
-    if dag is None or row is None:
-        return dag or row
-    best = dag if dag.timeline.step_s <= row.timeline.step_s * (1 + ALIKE) else row
-    if best.depth < len(best.parts):
-        sequential = {"no_branches.sequential_step_s": repr(row.sequential_step_s())}
-        best.notes = {
-            **best.notes,
-            **_figures("branches", best),
-            **_figures("no_branches", row),
-            **sequential,
-        }
-    return best
+    with suppress(InfeasibleError):
+        row = in_a_row.run()
+    try:
+        plan = side_by_side.run()
+    except InfeasibleError:
+        if in_a_row.best is None:
+            raise
+        return row
+    if side_by_side.best is None or in_a_row.best is None:
+        return plan
+    best, other = side_by_side.best.found, in_a_row.best.found
+    if row.predicted_step_s * (1 + ALIKE) < plan.predicted_step_s:
+        return row
+    if best.depth == len(best.parts):
+        return plan
+    sequential = {"no_branches.sequential_step_s": repr(other.sequential_step_s())}
+    figures = {**_figures("branches", best), **_figures("no_branches", other), **sequential}
+    return replace(plan, notes={**plan.notes, **figures})
 
 
 def _figures(what: str, candidate: Candidate) -> dict[str, str]:

@@ -155,18 +155,30 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
     if not request.side_by_side:
         yield from search.cuts_in_branch_orders(line.point)
         return
-    treatments = request.treatments if search.pressed else ()
-    for order in request.orders_to_try:
+    orders, stages = request.orders_to_try, request.layout.stages
+    alone = len(search.names) == 1  # then there is time for more
+    for order in request.branch_orders(stages) if alone and orders else orders:
+        treatments = request.treatments if search.pressed else ()
         own = replace(request.search(order), by_depth=True, treatments=treatments)
-        for cuts in islice(shallow_cuts(own), PROPOSED):
-            yield replace(line.point, search=own, cuts=cuts)
-    stages = request.layout.stages
+        proposed = islice(shallow_cuts(own), None if alone else PROPOSED)
+        yield from _and_moved(
+            search, [replace(line.point, search=own, cuts=cuts) for cuts in proposed], alone
+        )
     best = search.best_of[line.point.way]
-    if request.orders_to_try and best.found.depth < stages:
+    if orders and best.found.depth < stages:
+        own = replace(best.point.search, by_depth=True)
         for slack in dict.fromkeys((*SLACKS, stages)):
             if slack <= stages:
-                own = replace(best.point.search, by_depth=True)
-                yield replace(best.point, request=replace(request, slack=slack), search=own)
+                deeper = replace(best.point, request=replace(request, slack=slack), search=own)
+                yield from _and_moved(search, [deeper], alone)
+
+
+def _and_moved(search: JointSearch, points: list[Point], moved: bool) -> Iterator[Point]:
+    """Some points, and the cuts of the best of them moved, though it be slower than others."""
+    yield from points
+    judged = filter(None, (search.tried.get(point.key) for point in points))
+    if moved and (best := min(judged, key=lambda one: one.key, default=None)) is not None:
+        yield from moved_cuts(search, best)
 
 
 def device_orders(search: JointSearch, line: Judged) -> Iterator[Point]:

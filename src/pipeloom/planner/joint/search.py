@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
+from operator import add
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,9 +36,9 @@ from ...ir.weights import FLUSH, WEIGHT_POLICIES
 from ...schedules import registry
 from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
+from ..fit_caps import fit_caps
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
-from ..refine import fit_caps, least_step_s
 from ..refusals import fits, state_passes_caps, too_many_stages
 from ..request import Request, profile_of
 from ..schedule_names import CHUNKS, schedule_names
@@ -372,14 +374,7 @@ class JointSearch:
         Raises: InfeasibleError if none keeps its caps; PlanError or ScheduleError if none can be made.
         """
         try:
-            if not self.hopeless:
-                self._begin()
-            if self.best is None:
-                self._make_room()
-            if self.best is not None or self._nearly_fits():
-                self._improve()
-            if self.orders and not self.request.options.simpler_within:
-                self._put_in_faster_orders()
+            self._search()
         except TimeIsUp:
             self.ledger.ended = "time limit"
         except KeyboardInterrupt:
@@ -391,6 +386,19 @@ class JointSearch:
         plans = [plan_of(self._simplest(self.best)), *self.ordered]
         taken = min(plans, key=lambda plan: plan.predicted_step_s)
         return replace(taken, notes={**taken.notes, **self.ledger.notes()})
+
+    def _search(self) -> None:
+        options = self.request.options
+        if options.fastest and not self.hopeless:
+            self._begin()
+        if self.best is None:
+            self._make_room()
+        if not options.fastest:
+            return
+        if self.best is not None or self._nearly_fits():
+            self._improve()
+        if self.orders and not options.simpler_within:
+            self._put_in_faster_orders()
 
     def _simplest(self, best: Judged) -> Judged:
         """See `PlanOptions.simpler_within`."""
@@ -467,12 +475,16 @@ class JointSearch:
                     yield replace(point, search=own, cuts=estimate.cuts.cut(places))
 
     def _make_room(self) -> None:
-        """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
-        names = [*self.names, *self.copying]
-        if self.places > SMALL and not self.request.options.schedules:
+        """Cuts that keep the caps, whatever their step; of a large model, or if any plan will do, in few
+        schedules."""
+        names, options = [*self.names, *self.copying], self.request.options
+        if not (options.fastest or options.schedules):
+            least = HOLD_LITTLE if self.places <= SMALL and not options.schedule else ()
+            names = [options.named_schedule, *least]
+        elif self.places > SMALL and not options.schedules:
             names = [name for name in names if name in (self.names[0], *HOLD_LITTLE)]
         for name in names:
-            if name in self.copying and self.best is not None:
+            if self.best is not None and (name in self.copying or not options.fastest):
                 return
             try:
                 explained = self.explained and self.refused is None  # only the first refusal is told
@@ -633,3 +645,18 @@ def plan_of(judged: Judged) -> Plan:
         caps=moved(plan.caps),  # type: ignore[arg-type]
         peaks=moved(plan.peaks),  # type: ignore[arg-type]
     )
+
+
+def least_step_s(request: Request, search: Search, cuts: Cuts) -> float:
+    """No step is shorter, in whatever order: the busiest rank begins when what its first op needs can be
+    there, and computes its stages for all micro-batches; unless the pipeline does not drain."""
+    model, layout = search.model, request.layout
+    if layout.replicas > 1:  # which divide the micro-batches
+        return 0.0
+    begins = request.earliest_s[np.array(model.readers.order)] if model.readers.order else request.earliest_s
+    busy, first = [0.0] * layout.ranks, [inf] * layout.ranks
+    for stage, (start, end) in enumerate(pairwise(cuts)):
+        seconds, rank = model.tables.prefix_s[model.kind[stage]], layout.placement[stage]
+        busy[rank] += request.microbatches * float(seconds[end] - seconds[start])
+        first[rank] = min(first[rank], float(begins[start:end].min()))
+    return max(busy if request.updates is not None else map(add, busy, first))

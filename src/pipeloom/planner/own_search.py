@@ -1,0 +1,321 @@
+"""Plans of one's own search: what it finds, simulated, until a candidate keeps its caps.
+
+A search weighs stages, and estimates what they hold; only then is the step simulated. Where that passes a
+cap, the search is made again with less memory, or with fewer ways to free it: `_attempts`.
+
+What it finds under smaller caps is a candidate, too: it frees memory as far as caps ask for it, so that with
+less room it may find a cut with a faster step. Such caps are powers of one number, whatever cap was asked
+for, so that under a larger cap no plan is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from math import floor, log2
+from operator import ge, le
+
+from ..ir.cluster import Cluster
+from ..ir.errors import InfeasibleError
+from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
+from ..ir.plan import Plan
+from .candidate import Candidate, Room, step_s
+from .fit_caps import fit_caps, more_held
+from .refusals import (
+    does_not_fit,
+    explain_infeasible,
+    finds_no_chain,
+    passes_caps,
+    refuse_nonsense,
+    scale_caps,
+    stage_needs,
+    state_passes_caps,
+    too_many_stages,
+)
+from .request import Request
+from .search.cut_search import Search
+from .search.even_ranks import even_ranks
+from .search.problem import Cuts
+from .strategies.graph_chains import Arranged
+
+ROUNDS = 5
+"""Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
+large graphs all that are made."""
+
+ROUNDS_TOGETHER = 16
+"""All searches where ranks have several stages, each of which takes longer."""
+
+LOWERED = (0.95, 0.9, 0.8, 0.7)
+"""Shares of all caps that are searched with where that does not come to an end."""
+
+PER_DOUBLING = 4
+"""Smaller caps between one and its double."""
+
+
+@dataclass
+class SearchLog:
+    """What a search came across, for whoever says why it found nothing.
+
+    first_cuts: () if it found none.  search: in whose op order they are.  candidates: simulated since.
+    no_chain: it counts memory in a way of its own, by which nothing fits.
+    """
+
+    first_cuts: Cuts = ()
+    search: Search | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    no_chain: bool = False
+
+
+@dataclass(frozen=True)
+class ByCuts:
+    """A search of cuts of the op order, repeated until a candidate keeps its caps.
+
+    find: () where nothing fits.  keeps_caps: it looks at memory by itself.
+    """
+
+    find: Callable[[Search], Cuts]
+    keeps_caps: bool = True
+
+    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate that keeps its caps, if any."""
+        log.first_cuts, log.search = self.find(search), search
+        if not self.fit(search, log.first_cuts):
+            return []
+        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+        for candidate in islice(_attempts(fit_caps(request, search, log.first_cuts), self), rounds):
+            log.candidates.append(candidate)
+            if candidate.keeps_caps:
+                return [candidate]
+        return []
+
+    def fit(self, search: Search, cuts: Cuts) -> bool:
+        """Whether there are cuts, and their stages keep the caps by estimate."""
+        if not cuts or self.keeps_caps:
+            return bool(cuts)
+        return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
+
+
+@dataclass(frozen=True)
+class ByOrder:
+    """A search of a chain in an op order of its own.
+
+    arrange: None where nothing fits.  keeps_caps: it looks at memory by itself.
+    """
+
+    arrange: Callable[[Search], Arranged | None]
+    keeps_caps: bool = True
+
+    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        arranged = self.arrange(search)
+        log.search, log.no_chain = search, arranged is None
+        if arranged is None:
+            return []
+        order, cuts = arranged
+        log.search, log.first_cuts = request.search(order), cuts
+        if not ByCuts(lambda search: cuts, self.keeps_caps).fit(log.search, cuts):
+            return []
+        candidate = fit_caps(request, log.search, cuts)
+        log.candidates.append(candidate)
+        return [candidate] if candidate.keeps_caps else []
+
+
+def each(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+    """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to hold,
+    the fastest first."""
+    found = by.first(request, search, log)
+    if request.fits_caps and all(candidate.leaving for candidate in found):
+        for other in more_held(request, search):
+            found += by.first(request, other, SearchLog())
+    return sorted(found, key=step_s)
+
+
+@dataclass(frozen=True)
+class OwnSearch:
+    """Plans of one search, for the schedule that was asked for.
+
+    even: where ranks have several stages it begins with cuts whose ranks take equally long.
+    """
+
+    own: ByCuts | ByOrder
+    even: bool = False
+
+    def __call__(self, request: Request, *, explained: bool) -> Plan:
+        """Raises: as `make_plan`."""
+        refuse_nonsense(request.graph, request.cluster, request.options.ranks, request.schedule)
+        if isinstance(self.own, ByOrder):
+            request = replace(request, options=replace(request.options, branches=False))
+        request.refuse_what_cannot_be()
+        return fewer_at_once_if_need_be(self._plan, request, explained=explained)
+
+    def _plan(self, request: Request, *, explained: bool) -> Plan:
+        count = request.layout.stages
+        if count > (places := len(request.models[0].cut_points) - 1):
+            together = "ops of a module" if request.graph.whole else "ops that share an updated buffer"
+            why = f"{count} stages, but {together} stay together, which leaves {places}"
+            ranks = len(request.cluster.devices)
+            raise too_many_stages(why, places, request.schedule, ranks, request.cluster)
+        search, log = request.search(), SearchLog()
+        if state_passes_caps(request.graph, request.cluster, request.options.sharing):
+            raise refusal(request, search, log, explained=explained)
+        found = self.find(request, search, log)
+        if not found:
+            raise refusal(request, search, log, explained=explained)
+        return found[0].plan()
+
+    def find(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """Candidates that keep their caps, the fastest first; if any plan will do, the first."""
+        found = self._found(request, search, log)
+        if not request.options.fastest or search.large:
+            return found
+        best = found[0] if found else None
+        smaller = next((one for one in _smaller_caps(request.cluster) if not _keeps(best, one)), None)
+        if smaller is not None:
+            less = replace(request, cluster=smaller)
+            for one in self._found(less, less.search(), SearchLog())[:1]:
+                again = Candidate(request, one.search, one.cuts, Room(one.room, one.treated))
+                found += [again] if again.keeps_caps else []
+        return sorted(found, key=step_s)
+
+    def _found(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found = level_candidates(request, search) if self.even and not request.layout.in_line else []
+        if not found or request.options.fastest:
+            found += each(self.own, below(request, found), search, log)
+        return sorted(found, key=step_s)
+
+
+def level_candidates(request: Request, search: Search) -> list[Candidate]:
+    """Of cuts whose ranks take equally long, from several starts, those that keep their caps."""
+    layout, found = request.layout, list[Candidate]()
+    others = layout.stages - layout.ranks  # than one stage on each rank
+    all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
+    for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
+        find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
+        found += each(ByCuts(find), below(request, found), search, SearchLog())
+    return sorted(found, key=step_s)
+
+
+def below(request: Request, found: Sequence[Candidate]) -> Request:
+    """The request for what may be faster than what was found."""
+    below_s = min([request.below_s, *map(step_s, found)])
+    return request if below_s == request.below_s else replace(request, below_s=below_s)
+
+
+def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with the memory of each device rounded down to a power, then one power less each time."""
+    powers = [floor(PER_DOUBLING * log2(device.memory_bytes)) for device in cluster.devices]
+    for less in range(min(powers)):
+        yield cluster.with_memory([int(2 ** ((power - less) / PER_DOUBLING)) for power in powers])
+
+
+def _keeps(found: Candidate | None, cluster: Cluster) -> bool:
+    return found is not None and all(
+        found.timeline.peak_bytes(rank) <= device.memory_bytes for rank, device in enumerate(cluster.devices)
+    )
+
+
+def refusal(request: Request, search: Search, log: SearchLog, *, explained: bool) -> InfeasibleError:
+    """The error where no planner has a candidate that fits. explained: see `make_plan`."""
+    if log.candidates:
+        closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
+        if closest.host_shortage is not None and not any(closest.over):
+            return InfeasibleError(
+                f"no cut found keeps the host's memory with {request.schedule}: {closest.host_shortage}"
+            )
+        return passes_caps(closest.over, request.cluster, request.schedule)
+    if log.first_cuts:
+        return does_not_fit(log.search or search, log.first_cuts, request.options.planner)
+    if log.no_chain:
+        return finds_no_chain(search, request.options.planner)
+    if explained:
+        return explain_infeasible(search, request.wider)
+    return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
+
+
+def fewer_at_once_if_need_be(plan: Callable[..., Plan], request: Request, *, explained: bool) -> Plan:
+    """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that offloads
+    on the device at once. plan: of a request.  Raises: as it."""
+    if (fewer := fewer_at_once(request)) is None:
+        return plan(request, explained=explained)
+    try:
+        return plan(request, explained=False)
+    except InfeasibleError:
+        return plan(fewer, explained=explained)
+
+
+def fewer_at_once(request: Request) -> Request | None:
+    """None where nothing may be offloaded, or no fewer do."""
+    options = request.options
+    if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+        return None
+    fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
+    return replace(request, options=fewer, only_offloading=True)
+
+
+def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
+    """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
+    caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
+    found; then with fewer ways to free memory, whose estimates are simpler. No more of those with which a
+    step takes longer than it may."""
+    request, search = first.request, first.search
+    failed: list[Search] = []
+
+    def attempt(search: Search) -> Candidate | None:
+        if fails_again(search, failed):
+            return None
+        cuts = by.find(search)
+        if not by.fit(search, cuts):
+            failed.append(search)
+            return None
+        return fit_caps(request, search, cuts)
+
+    yield first
+    for treatments in _fewer_treatments(search.treatments):
+        if request.only_offloading and "offload" not in treatments:
+            break
+        in_flight = tuple(map(max, first.in_flight, search.in_flight))
+        relaxed = replace(search, treatments=treatments, in_flight=in_flight)
+        following = _tighter_search(first) if treatments == search.treatments else relaxed
+        last = relaxed
+        slow = step_s(first) > request.below_s
+        for _ in range(ROUNDS):
+            if slow or (candidate := attempt(following)) is None:
+                break
+            yield candidate
+            slow = step_s(candidate) > request.below_s
+            last = following = _tighter_search(candidate)
+        for lower in _lowered(first, relaxed, last):
+            if not slow and (candidate := attempt(lower)):
+                yield candidate
+                slow = step_s(candidate) > request.below_s
+
+
+def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:
+    """Searches with all caps lowered alike.  last: the one before, whose stages fill their ranks together,
+    where several are on each."""
+    yield from (scale_caps(relaxed if first.layout.in_line else last, share) for share in LOWERED)
+    if not first.layout.in_line:
+        even = 1 / max(map(len, first.layout.held))
+        yield from (scale_caps(relaxed, even * share) for share in (1.0, *LOWERED[1::2]))
+
+
+def _tighter_search(candidate: Candidate) -> Search:
+    """The search to repeat; the same where only the host's memory is passed, which lower caps do not help."""
+    return candidate.tighter() or candidate.search
+
+
+def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
+    without = tuple(t for t in treatments if t != "offload")
+    return list(dict.fromkeys((treatments, without, ())))
+
+
+def fails_again(search: Search, failed: Sequence[Search]) -> bool:
+    """Whether a search need not be made, as others, in the same model, found no cut: one of them had no less
+    memory, no more micro-batches in flight and all its ways to free memory."""
+    return any(
+        set(search.treatments) <= set(other.treatments)
+        and all(map(le, search.caps, other.caps))
+        and all(map(ge, search.in_flight, other.in_flight))
+        for other in failed
+    )
