@@ -163,7 +163,8 @@ class JointPlanner:
                 ways.append((plan.own, search_of(request, name)))
         for own, of_planner in ways:  # the first of them says why there is none
             kept = kept or each(own, request, of_planner, log if log.search is None else SearchLog())
-        kept = kept or list(islice(_side_by_side_that_fit(request), 1))
+        if self.side_by_side or not self.planners:
+            kept = kept or list(islice(_side_by_side_that_fit(request), 1))
         if not kept:
             raise refusal(request, search, log, explained=explained)
         yield "filled", Point(asked, kept[0].search, kept[0].cuts)
