@@ -23,6 +23,7 @@ from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from .candidate import Candidate, Room, step_s
 from .fit_caps import fit_caps, more_held
+from .joint.even_ranks import even_ranks
 from .refusals import (
     does_not_fit,
     explain_infeasible,
@@ -36,7 +37,6 @@ from .refusals import (
 )
 from .request import Request
 from .search.cut_search import Search
-from .search.even_ranks import even_ranks
 from .search.problem import Cuts
 from .strategies.graph_chains import Arranged
 
@@ -191,7 +191,7 @@ def level_candidates(request: Request, search: Search) -> list[Candidate]:
     others = layout.stages - layout.ranks  # than one stage on each rank
     all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
     for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
-        find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
+        find = partial(even_ranks, layout=layout, microbatches=request.microbatches, bare=bare)
         found += each(ByCuts(find), below(request, found), search, SearchLog())
     return sorted(found, key=step_s)
 

@@ -25,7 +25,6 @@ from ...ir.kernels import kernel
 from ..candidate import Candidate
 from ..placement import Layout
 from ..search.cut_search import Search
-from ..search.even_ranks import LESS, PASSES, SHARES, nearest_places, steps_of, turns_of_ranks
 from ..stage_cost.tensors import Array, Indices
 
 STEPS = (-4, -2, -1, 1, 2, 4)
@@ -50,6 +49,14 @@ ends."""
 WEIGHED, FEW_PLACES = 24, 16
 """Cuts of a pass that are weighed with what is freed to keep their caps: those that are fastest without, and
 all where there are so few places."""
+
+SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)
+"""Of the mean turn that are moved between two stages."""
+
+PASSES = 60
+"""Moves that are made at most."""
+
+LESS = 1 - 1e-6
 
 
 Estimate: TypeAlias = "ClosedForm | InOrder"
@@ -200,8 +207,34 @@ class CutTimes:
         return np.asarray(moved, dtype=np.int64)
 
 
+def turns_of_ranks(placement: Sequence[int], stages: int, microbatches: int) -> Array:
+    """(stages, ranks): how many turns of a stage a rank takes in a step.
+
+    placement: the rank of each stage, of one replica after another.
+    """
+    turns_of = np.zeros((stages, max(placement) + 1))
+    for index, rank in enumerate(placement):
+        turns_of[index % stages, rank] += microbatches * stages / len(placement)
+    return turns_of
+
+
+def nearest_places(middle: Array, seconds: Array | float) -> Indices:
+    """The places before which compute takes most nearly so long. middle: seconds before each place."""
+    after = np.clip(np.searchsorted(middle, seconds), 1, len(middle) - 1)
+    nearer = seconds - middle[after - 1] < middle[after] - seconds
+    return np.asarray(after - nearer, dtype=np.int64)
+
+
 class ClosedForm:
-    """known: whose stages take as much besides their ops as those of the cuts."""
+    """The slowest rank, and filling and draining the pipeline, of m micro-batches:
+
+        m max over p ranks (sum of their stages' turns) + (p - 1) (sum of turn^2) / (sum of turn)
+
+    The second term is the mean turn, each weighed by itself: between the plain mean and the longest, and
+    smooth, so that of two cuts with the same busiest rank the more even one is shorter.
+
+    known: whose stages take as much besides their ops as those of the cuts.
+    """
 
     passes = PASSES
 
@@ -220,7 +253,9 @@ class ClosedForm:
     def _sum(self, turns: Array) -> Array:
         fits = np.isfinite(turns).all(axis=1)
         turns = np.where(np.isfinite(turns).all(axis=1, keepdims=True), turns, 0.0)
-        return np.asarray(np.where(fits, steps_of(turns, self.cuts.turns_of), np.inf), dtype=np.float64)
+        filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
+        steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
+        return np.asarray(np.where(fits, steps, np.inf), dtype=np.float64)
 
 
 class Turns(NamedTuple):
