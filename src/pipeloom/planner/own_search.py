@@ -70,7 +70,7 @@ class SearchLog:
 
 @dataclass(frozen=True)
 class ByCuts:
-    """A search of cuts of the op order, repeated until a candidate keeps its caps.
+    """A search of cuts of the op order.
 
     find: () where nothing fits.  keeps_caps: it looks at memory by itself.
     """
@@ -78,23 +78,9 @@ class ByCuts:
     find: Callable[[Search], Cuts]
     keeps_caps: bool = True
 
-    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-        """The first candidate that keeps its caps, if any."""
-        log.first_cuts, log.search = self.find(search), search
-        if not self.fit(search, log.first_cuts):
-            return []
-        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
-        for candidate in islice(_attempts(fit_caps(request, search, log.first_cuts), self), rounds):
-            log.candidates.append(candidate)
-            if candidate.keeps_caps:
-                return [candidate]
-        return []
-
-    def fit(self, search: Search, cuts: Cuts) -> bool:
-        """Whether there are cuts, and their stages keep the caps by estimate."""
-        if not cuts or self.keeps_caps:
-            return bool(cuts)
-        return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
+    def cut(self, request: Request, search: Search) -> tuple[Search, Cuts]:
+        """The search in whose op order they are, and the cuts; () where nothing fits."""
+        return search, self.find(search)
 
 
 @dataclass(frozen=True)
@@ -107,27 +93,43 @@ class ByOrder:
     arrange: Callable[[Search], Arranged | None]
     keeps_caps: bool = True
 
-    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-        arranged = self.arrange(search)
-        log.search, log.no_chain = search, arranged is None
-        if arranged is None:
-            return []
-        order, cuts = arranged
-        log.search, log.first_cuts = request.search(order), cuts
-        if not ByCuts(lambda search: cuts, self.keeps_caps).fit(log.search, cuts):
-            return []
-        candidate = fit_caps(request, log.search, cuts)
+    def cut(self, request: Request, search: Search) -> tuple[Search, Cuts]:
+        """As that of `ByCuts`."""
+        order, cuts = self.arrange(search) or (None, ())
+        return (search if order is None else request.search(order)), cuts
+
+
+def first(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+    """The first candidate that keeps its caps, if any. Of an op order of its own there is but one."""
+    log.search, log.first_cuts = search, cuts = by.cut(request, search)
+    log.no_chain = isinstance(by, ByOrder) and not cuts
+    if not _fits(by, search, cuts):
+        return []
+    tries = iter([fit_caps(request, search, cuts)])
+    if isinstance(by, ByCuts):
+        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+        tries = islice(_attempts(next(tries), by), rounds)
+    for candidate in tries:
         log.candidates.append(candidate)
-        return [candidate] if candidate.keeps_caps else []
+        if candidate.keeps_caps:
+            return [candidate]
+    return []
+
+
+def _fits(by: ByCuts | ByOrder, search: Search, cuts: Cuts) -> bool:
+    """Whether there are cuts, and their stages keep the caps by estimate."""
+    if not cuts or by.keeps_caps:
+        return bool(cuts)
+    return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
 
 
 def each(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
     """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to hold,
     the fastest first."""
-    found = by.first(request, search, log)
+    found = first(by, request, search, log)
     if request.fits_caps and all(candidate.leaving for candidate in found):
         for other in more_held(request, search):
-            found += by.first(request, other, SearchLog())
+            found += first(by, request, other, SearchLog())
     return sorted(found, key=step_s)
 
 
@@ -265,7 +267,7 @@ def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
         if fails_again(search, failed):
             return None
         cuts = by.find(search)
-        if not by.fit(search, cuts):
+        if not _fits(by, search, cuts):
             failed.append(search)
             return None
         return fit_caps(request, search, cuts)

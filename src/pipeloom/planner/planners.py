@@ -23,7 +23,7 @@ from ..ir.profile import Profile
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
-from .joint.search import JointSearch, Point
+from .joint.search import LEVEL, TINY, JointSearch, Point
 from .notes import faster_of
 from .own_search import (
     ByCuts,
@@ -118,11 +118,15 @@ class JointPlanner:
         return JointSearch(request, axes, self.seeds, self.room, orders=self.orders, explained=explained)
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
-        """What the searches of planners find, for one stage on each rank; `exact` for several."""
+        """What the searches of planners find, for one stage on each rank. For several cuts whose ranks take
+        equally long; and of few places `exact`."""
         if not request.layout.in_line:
             with suppress(PlanError, ScheduleError):
-                found = _exact_candidates(request)
-                yield from (("exact", Point(one.request, one.search, one.cuts)) for one in found)
+                search = request.search()
+                tiny = len(search.places) - 1 <= TINY
+                found = _exact_candidates(request) if tiny else level_candidates(request, search)
+                by = "exact" if tiny else LEVEL
+                yield from ((by, Point(one.request, one.search, one.cuts)) for one in found)
             return
         for name in self.planners or PLANNERS:
             plan, search = planner(name).plan, search_of(request, name)
@@ -135,15 +139,13 @@ class JointPlanner:
             try:
                 if many:
                     ledger.note(ledger.planners, name, f"not asked about {len(search.model)} ops")
-                elif isinstance(own, ByCuts):
+                elif own is not None:
                     few = search.large and name == "exact"
-                    if cuts := search.fastest_of_few() if few else own.find(search):
+                    search, cuts = (search, search.fastest_of_few()) if few else own.cut(request, search)
+                    if cuts:
                         yield name, Point(request, search, cuts)
                     else:
                         ledger.note(ledger.planners, name, "no cut fits")
-                elif isinstance(own, ByOrder):
-                    if (arranged := own.arrange(search)) is not None:
-                        yield name, Point(request, request.search(arranged[0]), arranged[1])
                 else:
                     yield from ((name, point) for point in _side_by_side_seeds(request))
             except PlanError as error:

@@ -460,7 +460,8 @@ class JointSearch:
                 reordered.add(layout)
                 for other in self.cuts_in_branch_orders(point):
                     self.judge(other, "branches")
-            if self.places <= TINY and not layout.in_line and not self._near(CLOSEST):
+            alone = len(self.names) == 1
+            if (alone or self.places <= TINY) and not layout.in_line and not self._near(CLOSEST):
                 for planner, found in self.seeds(point.request, self.ledger):
                     self.judge(found, planner)
 
