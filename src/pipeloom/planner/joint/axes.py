@@ -45,11 +45,15 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             near = _every(search.estimate_of(line))
         else:
             near = _better(search, line) if line.fits else list(_relieved(line))
+        asked = (
+            line.point.request.search()
+        )  # these cuts may have been given less, others need not be
+        free = replace(line.point.search, caps=asked.caps, in_flight=asked.in_flight)
         for cuts in near:
-            yield replace(line.point, cuts=cuts)
+            yield replace(line.point, search=free, cuts=cuts)
         if search.best_of[line.point.way].key >= line.key:
             for cuts in starts:
-                yield replace(line.point, cuts=cuts)
+                yield replace(line.point, search=free, cuts=cuts)
             starts = ()
         best = search.best_of[line.point.way]
         if best.key >= line.key:
