@@ -23,7 +23,7 @@ from ..ir.profile import Profile
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
-from .joint.search import LEVEL, TINY, JointSearch, Point
+from .joint.search import LEVEL, JointSearch, Point
 from .notes import faster_of
 from .own_search import (
     ByCuts,
@@ -31,7 +31,6 @@ from .own_search import (
     OwnSearch,
     SearchLog,
     each,
-    fewer_at_once,
     fewer_at_once_if_need_be,
     level_candidates,
     refusal,
@@ -118,15 +117,12 @@ class JointPlanner:
         return JointSearch(request, axes, self.seeds, self.room, orders=self.orders, explained=explained)
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
-        """What the searches of planners find, for one stage on each rank. For several cuts whose ranks take
-        equally long; and of few places `exact`."""
+        """What the searches of planners find, for one stage on each rank; for several, cuts whose ranks take
+        equally long."""
         if not request.layout.in_line:
             with suppress(PlanError, ScheduleError):
-                search = request.search()
-                tiny = len(search.places) - 1 <= TINY
-                found = _exact_candidates(request) if tiny else level_candidates(request, search)
-                by = "exact" if tiny else LEVEL
-                yield from ((by, Point(one.request, one.search, one.cuts)) for one in found)
+                found = level_candidates(request, request.search())
+                yield from ((LEVEL, Point(one.request, one.search, one.cuts)) for one in found)
             return
         for name in self.planners or PLANNERS:
             plan, search = planner(name).plan, search_of(request, name)
@@ -187,18 +183,6 @@ def search_of(request: Request, name: str) -> Search:
     search, by = request.search(), planner(name)
     treatments = search.treatments if by.optimises == "always" else ()
     return replace(search, treatments=treatments, layers=request.layers if by.granularity == "layer" else {})
-
-
-def _exact_candidates(request: Request) -> list[Candidate]:
-    """Where there are none, those with fewer micro-batches on the device at once.
-
-    Raises: PlanError, ScheduleError.
-    """
-    find = OwnSearch(ByCuts(exact), even=True).find
-    found = find(request, request.search(), SearchLog())
-    if not found and (fewer := fewer_at_once(request)) is not None:
-        found = find(fewer, fewer.search(), SearchLog())
-    return found
 
 
 def _side_by_side_seeds(request: Request) -> Iterator[Point]:

@@ -45,9 +45,7 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             near = _every(search.estimate_of(line))
         else:
             near = _better(search, line) if line.fits else list(_relieved(line))
-        asked = (
-            line.point.request.search()
-        )  # these cuts may have been given less, others need not be
+        asked = line.point.request.search()  # these cuts may have been given less, others need not be
         free = replace(line.point.search, caps=asked.caps, in_flight=asked.in_flight)
         for cuts in near:
             yield replace(line.point, search=free, cuts=cuts)
@@ -160,7 +158,7 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
         yield from search.cuts_in_branch_orders(line.point)
         return
     orders, stages = request.orders_to_try, request.layout.stages
-    alone = len(search.names) == 1  # then there is time for more
+    alone = search.alone  # then there is time for more
     for order in request.branch_orders(stages) if alone and orders else orders:
         treatments = request.treatments if search.pressed else ()
         own = replace(request.search(order), by_depth=True, treatments=treatments)

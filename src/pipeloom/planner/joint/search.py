@@ -59,7 +59,7 @@ LINES, CLOSE = 4, 0.08
 
 TINY = 16
 """Places for cuts up to which a cut moved by one is another model: then the best of each layout is moved, and
-`exact` is asked about several stages per rank, too."""
+orders of branches are tried for several stages on a rank, too."""
 
 FEW, EACH, FAR = 6, 2, 0.03
 """Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times
@@ -226,6 +226,11 @@ class JointSearch:
         early = {name: number for number, name in enumerate(PROMISING)}
         return tuple(sorted(found, key=lambda name: early.get(name, len(early))))
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one schedule to try."""
+        return len(self.names) == 1
+
     @cached_property
     def copying(self) -> tuple[str, ...]:
         """Schedules that offload, by name; none if others were named."""
@@ -264,11 +269,12 @@ class JointSearch:
         """What a candidate counts for in the budget."""
         layout = request.layout
         count = 3 * layout.stages * request.microbatches
-        alone = len(self.names) == 1
-        return max(LEAST, count if request.entry.recipe is None or alone else ORDERING * count)
+        return max(LEAST, count if request.entry.recipe is None or self.alone else ORDERING * count)
 
     def cut_times(self, request: Request, search: Search, also: Cuts = ()) -> CutTimes:
         weighed = self.pressed and not search.large  # of large graphs as the known candidate is
+        if self.alone:  # there is time for every place of a large graph
+            also = tuple(search.model.cut_points.tolist())
         return CutTimes(search, request.layout, request.microbatches, weighed=weighed, also=also)
 
     def estimate(self, request: Request, search: Search) -> Estimate:
@@ -460,8 +466,7 @@ class JointSearch:
                 reordered.add(layout)
                 for other in self.cuts_in_branch_orders(point):
                     self.judge(other, "branches")
-            alone = len(self.names) == 1
-            if (alone or self.places <= TINY) and not layout.in_line and not self._near(CLOSEST):
+            if (self.alone or self.places <= TINY) and not layout.in_line and not self._near(CLOSEST):
                 for planner, found in self.seeds(point.request, self.ledger):
                     self.judge(found, planner)
 
@@ -554,7 +559,7 @@ class JointSearch:
         return self.best is None or self.best.step_s <= self.ledger.bound_s * (1 + share)
 
     def _put_in_faster_orders(self) -> None:
-        if self.best is None or len(self.names) == 1 or self.request.graph.together or self._near(WORTH):
+        if self.best is None or self.alone or self.request.graph.together or self._near(WORTH):
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         large = self.places * len(self.request.cluster.devices) > SMALL
