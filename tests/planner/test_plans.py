@@ -21,7 +21,7 @@ from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
-from pipeloom.planner.planners import PLANNERS, make_plan, own_of
+from pipeloom.planner.planners import PLANNERS, make_plan
 from pipeloom.planner.refusals import NoCutFits, passes_caps
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
@@ -94,7 +94,7 @@ def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stage
     for name in ("exact", "dawnpiper-alone", "probe", "vpipe"):
         request = Request(graph, profile, cluster, options, PLANNERS[name])
         search = request.search()
-        bounds = enumerate(pairwise(own_of(name).find(search)))
+        bounds = enumerate(pairwise(PLANNERS[name].plan.own.find(search)))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
     assert turn["dawnpiper-alone"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]

@@ -381,13 +381,6 @@ def planner(name: str) -> Planner:
     return PLANNERS[key]
 
 
-def own_of(name: str) -> ByCuts | ByOrder:
-    """The search of a planner that has but one."""
-    plan = planner(name).plan
-    assert isinstance(plan, OwnSearch), f"{name} begins with what several planners find"
-    return plan.own
-
-
 def searches(name: str) -> bool:
     """Whether a planner goes through many schedules, until it is stopped if need be."""
     plan = planner(name).plan
