@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from odd.gradients import SparseEmbedding
 from odd.state import SmallEmbeddings
 from runs import capture_of, each_rank, even, even_plan, plan_for
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeloom import Job, Options, Pipeline, Plan, capture, verification, verify
 from pipeloom.commands.verify import report
@@ -317,6 +319,28 @@ def test_another_reduction_of_the_same_loss_is_compared(compared: Mock) -> None:
         plan = even_plan(job, 2, microbatches=4)
         verification.verify_once(job, plan, capture_of(job), Options(compare=True))
     assert compared.call_count == 2
+
+
+class Bound(Stack):
+    pass
+
+
+class BoundLate(Stack):
+    """Its backward computes every block anew by the last one, which no graph has."""
+
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = checkpoint(lambda x: block(x), h, use_reentrant=False)  # noqa: B023
+        return h
+
+
+def test_another_class_with_the_same_graph_is_compared() -> None:
+    for kind, equal in ((Bound, nullcontext()), (BoundLate, pytest.raises(VerifyError, match="gradient"))):
+        job = job_of(kind)
+        with equal:
+            verification.verify_once(
+                job, even_plan(job, 2, microbatches=4), capture_of(job), Options(compare=True)
+            )
 
 
 class Random(Averaging, Dropping):
