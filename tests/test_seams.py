@@ -30,7 +30,8 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy
 from pipeloom.lowering.passes import lower
-from pipeloom.planner.planners import PLANNERS, by_cuts
+from pipeloom.planner.own_search import by_cuts
+from pipeloom.planner.planners import PLANNERS
 from pipeloom.planner.request import Planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts

@@ -12,7 +12,8 @@ from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.planners import PLANNERS, by_cuts, make_plan
+from pipeloom.planner.own_search import by_cuts
+from pipeloom.planner.planners import PLANNERS, make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.schedule_names import schedule_names
 from pipeloom.planner.search.cut_search import Search

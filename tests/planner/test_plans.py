@@ -94,7 +94,7 @@ def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stage
     for name in ("exact", "dawnpiper-alone", "probe", "vpipe"):
         request = Request(graph, profile, cluster, options, PLANNERS[name])
         search = request.search()
-        bounds = enumerate(pairwise(PLANNERS[name].plan.own.find(search)))
+        bounds = enumerate(pairwise(PLANNERS[name].plan.cut(request, search)[1]))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
     assert turn["dawnpiper-alone"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from math import floor, log2
 from operator import ge, le
+from typing import TypeAlias
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
@@ -68,85 +69,28 @@ class SearchLog:
     no_chain: bool = False
 
 
-@dataclass(frozen=True)
-class ByCuts:
-    """A search of cuts of the op order.
-
-    find: () where nothing fits.  keeps_caps: it looks at memory by itself.
-    """
-
-    find: Callable[[Search], Cuts]
-    keeps_caps: bool = True
-
-    def cut(self, request: Request, search: Search) -> tuple[Search, Cuts]:
-        """The search in whose op order they are, and the cuts; () where nothing fits."""
-        return search, self.find(search)
-
-
-@dataclass(frozen=True)
-class ByOrder:
-    """A search of a chain in an op order of its own.
-
-    arrange: None where nothing fits.  keeps_caps: it looks at memory by itself.
-    """
-
-    arrange: Callable[[Search], Arranged | None]
-    keeps_caps: bool = True
-
-    def cut(self, request: Request, search: Search) -> tuple[Search, Cuts]:
-        """As that of `ByCuts`."""
-        order, cuts = self.arrange(search) or (None, ())
-        return (search if order is None else request.search(order)), cuts
-
-
-def first(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-    """The first candidate that keeps its caps, if any. Of an op order of its own there is but one."""
-    log.search, log.first_cuts = search, cuts = by.cut(request, search)
-    log.no_chain = isinstance(by, ByOrder) and not cuts
-    if not _fits(by, search, cuts):
-        return []
-    tries = iter([fit_caps(request, search, cuts)])
-    if isinstance(by, ByCuts):
-        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
-        tries = islice(_attempts(next(tries), by), rounds)
-    for candidate in tries:
-        log.candidates.append(candidate)
-        if candidate.keeps_caps:
-            return [candidate]
-    return []
-
-
-def _fits(by: ByCuts | ByOrder, search: Search, cuts: Cuts) -> bool:
-    """Whether there are cuts, and their stages keep the caps by estimate."""
-    if not cuts or by.keeps_caps:
-        return bool(cuts)
-    return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
-
-
-def each(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-    """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to hold,
-    the fastest first."""
-    found = first(by, request, search, log)
-    if request.fits_caps and all(candidate.leaving for candidate in found):
-        for other in more_held(request, search):
-            found += first(by, request, other, SearchLog())
-    return sorted(found, key=step_s)
+Cut: TypeAlias = Callable[[Request, Search], tuple[Search, Cuts]]
+"""What finds cuts, () where nothing fits, and the search in whose op order they are."""
 
 
 @dataclass(frozen=True)
 class OwnSearch:
     """Plans of one search, for the schedule that was asked for.
 
-    even: where ranks have several stages it begins with cuts whose ranks take equally long.
+    keeps_caps: it looks at memory by itself.  arranges: a chain in an op order of its own, of which there is
+    but one candidate.  even: where ranks have several stages it begins with cuts whose ranks take equally
+    long.
     """
 
-    own: ByCuts | ByOrder
+    cut: Cut
+    keeps_caps: bool = True
+    arranges: bool = False
     even: bool = False
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
         """Raises: as `make_plan`."""
         refuse_nonsense(request.graph, request.cluster, request.options.ranks, request.schedule)
-        if isinstance(self.own, ByOrder):
+        if self.arranges:
             request = replace(request, options=replace(request.options, branches=False))
         request.refuse_what_cannot_be()
         return fewer_at_once_if_need_be(self._plan, request, explained=explained)
@@ -183,8 +127,56 @@ class OwnSearch:
     def _found(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
         found = level_candidates(request, search) if self.even and not request.layout.in_line else []
         if not found or request.options.fastest:
-            found += each(self.own, below(request, found), search, log)
+            found += self.candidates(below(request, found), search, log)
         return sorted(found, key=step_s)
+
+    def candidates(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to
+        hold, the fastest first."""
+        found = self._first(request, search, log)
+        if request.fits_caps and all(candidate.leaving for candidate in found):
+            for other in more_held(request, search):
+                found += self._first(request, other, SearchLog())
+        return sorted(found, key=step_s)
+
+    def _first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate that keeps its caps, if any."""
+        log.search, log.first_cuts = search, cuts = self.cut(request, search)
+        log.no_chain = self.arranges and not cuts
+        if not self.fits(search, cuts):
+            return []
+        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+        first = fit_caps(request, search, cuts)
+        for candidate in islice(_attempts(first, self), 1 if self.arranges else rounds):
+            log.candidates.append(candidate)
+            if candidate.keeps_caps:
+                return [candidate]
+        return []
+
+    def fits(self, search: Search, cuts: Cuts) -> bool:
+        """Whether there are cuts, and their stages keep the caps by estimate."""
+        if not cuts or self.keeps_caps:
+            return bool(cuts)
+        return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
+
+
+def by_cuts(find: Callable[[Search], Cuts], *, keeps_caps: bool = True, even: bool = False) -> OwnSearch:
+    """A planner that cuts the op order.
+
+    find: cut positions, 0 and the number of ops included; () where nothing fits.  keeps_caps, even: see
+    `OwnSearch`.
+    """
+    return OwnSearch(lambda request, search: (search, find(search)), keeps_caps, even=even)
+
+
+def by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool = True) -> OwnSearch:
+    """A planner of a chain in an op order of its own. arrange: None where nothing fits."""
+
+    def cut(request: Request, search: Search) -> tuple[Search, Cuts]:
+        order, cuts = arrange(search) or (None, ())
+        return (search if order is None else request.search(order)), cuts
+
+    return OwnSearch(cut, keeps_caps, arranges=True)
 
 
 def level_candidates(request: Request, search: Search) -> list[Candidate]:
@@ -194,7 +186,7 @@ def level_candidates(request: Request, search: Search) -> list[Candidate]:
     all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
     for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
         find = partial(even_ranks, layout=layout, microbatches=request.microbatches, bare=bare)
-        found += each(ByCuts(find), below(request, found), search, SearchLog())
+        found += by_cuts(find).candidates(below(request, found), search, SearchLog())
     return sorted(found, key=step_s)
 
 
@@ -255,7 +247,7 @@ def fewer_at_once(request: Request) -> Request | None:
     return replace(request, options=fewer, only_offloading=True)
 
 
-def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
+def _attempts(first: Candidate, by: OwnSearch) -> Iterator[Candidate]:
     """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
     caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
     found; then with fewer ways to free memory, whose estimates are simpler. No more of those with which a
@@ -266,8 +258,8 @@ def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
     def attempt(search: Search) -> Candidate | None:
         if fails_again(search, failed):
             return None
-        cuts = by.find(search)
-        if not _fits(by, search, cuts):
+        _, cuts = by.cut(request, search)
+        if not by.fits(search, cuts):
             failed.append(search)
             return None
         return fit_caps(request, search, cuts)

@@ -26,11 +26,10 @@ from .joint.ledger import SearchLedger
 from .joint.search import LEVEL, JointSearch, Point
 from .notes import faster_of
 from .own_search import (
-    ByCuts,
-    ByOrder,
     OwnSearch,
     SearchLog,
-    each,
+    by_cuts,
+    by_order,
     fewer_at_once_if_need_be,
     level_candidates,
     refusal,
@@ -44,7 +43,6 @@ from .search.problem import Cuts
 from .stage_cost.tensors import Readers
 from .strategies.dawnpiper import dawnpiper
 from .strategies.graph_chains import (
-    Arranged,
     pipedream_graph_layers,
     pipedream_graph_ops,
     piper_layers,
@@ -126,10 +124,10 @@ class JointPlanner:
             return
         for name in self.planners or PLANNERS:
             plan, search = planner(name).plan, search_of(request, name)
-            own = plan.own if isinstance(plan, OwnSearch) else None
+            own = plan if isinstance(plan, OwnSearch) else None
             if isinstance(plan, JointPlanner) and not plan.side_by_side:
                 continue
-            many = isinstance(own, ByOrder) and len(search.model) > FEW_OPS
+            many = own is not None and own.arranges and len(search.model) > FEW_OPS
             many |= request.layout.stages > MANY_STAGES and name not in QUICK
             many |= search.large and name not in (self.planners or SEEDS_OF_LARGE)
             try:
@@ -152,15 +150,15 @@ class JointPlanner:
         stage after stage, of the planners that it begins with, or side by side. Raises: as `make_plan`."""
         asked, request = request, replace(request, options=replace(request.options, fastest=False))
         search, log, kept = request.search(), SearchLog(), list[Candidate]()
-        ways: list[tuple[ByCuts | ByOrder, Search]] = []
+        ways: list[tuple[OwnSearch, Search]] = []
         if not request.copies and fits(search):
             kept = [] if request.layout.in_line else level_candidates(request, search)
-            ways.append((ByCuts(_fill), search))
+            ways.append((by_cuts(_fill), search))
         for name in FREEING if request.copies else self.planners:
             if isinstance(plan := planner(name).plan, OwnSearch):
-                ways.append((plan.own, search_of(request, name)))
+                ways.append((plan, search_of(request, name)))
         for own, of_planner in ways:  # the first of them says why there is none
-            kept = kept or each(own, request, of_planner, log if log.search is None else SearchLog())
+            kept = kept or own.candidates(request, of_planner, log if log.search is None else SearchLog())
         if self.side_by_side or not self.planners:
             kept = kept or list(islice(_side_by_side_that_fit(request), 1))
         if not kept:
@@ -233,19 +231,6 @@ def make_plan(
 
 
 # --- the table ----------------------------------------------------------------------------------------
-
-
-def by_cuts(find: Callable[[Search], Cuts], *, keeps_caps: bool = True, even: bool = False) -> OwnSearch:
-    """A planner that cuts the op order.
-
-    find: cut positions, 0 and the number of ops included; () where nothing fits.  keeps_caps: it looks at
-    memory by itself.  even: see `OwnSearch`.
-    """
-    return OwnSearch(ByCuts(find, keeps_caps), even=even)
-
-
-def _by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool = True) -> OwnSearch:
-    return OwnSearch(ByOrder(arrange, keeps_caps))
 
 
 PLANNERS: dict[str, Planner] = {
@@ -331,25 +316,25 @@ PLANNERS: dict[str, Planner] = {
         about="balances compute by modules, transfers not counted",
     ),
     "pipedream-graph": Planner(
-        plan=_by_order(pipedream_graph_layers, keeps_caps=False),
+        plan=by_order(pipedream_graph_layers, keeps_caps=False),
         granularity="layer",
         source="msr-fiddle/pipedream, over antichains",
         about="balances compute and transfers by layers of the whole graph, for a chain of stages",
     ),
     "pipedream-graph-ops": Planner(
-        plan=_by_order(pipedream_graph_ops, keeps_caps=False),
+        plan=by_order(pipedream_graph_ops, keeps_caps=False),
         granularity="op",
         source="msr-fiddle/pipedream, over antichains",
         about="the same by ops, for small graphs",
     ),
     "piper": Planner(
-        plan=_by_order(piper_layers),
+        plan=by_order(piper_layers),
         granularity="layer",
         source="NeurIPS 2021, over pairs of down-sets",
         about="the least compute and transfers under the caps by layers of the whole graph, for a chain",
     ),
     "piper-ops": Planner(
-        plan=_by_order(piper_ops),
+        plan=by_order(piper_ops),
         granularity="op",
         source="NeurIPS 2021, over pairs of down-sets",
         about="the same by ops, for small graphs",
