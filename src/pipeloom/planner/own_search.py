@@ -127,7 +127,7 @@ class OwnSearch:
     def _found(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
         found = level_candidates(request, search) if self.even and not request.layout.in_line else []
         if not found or request.options.fastest:
-            found += self.candidates(below(request, found), search, log)
+            found += self.candidates(request, search, log)
         return sorted(found, key=step_s)
 
     def candidates(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
@@ -186,14 +186,8 @@ def level_candidates(request: Request, search: Search) -> list[Candidate]:
     all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
     for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
         find = partial(even_ranks, layout=layout, microbatches=request.microbatches, bare=bare)
-        found += by_cuts(find).candidates(below(request, found), search, SearchLog())
+        found += by_cuts(find).candidates(request, search, SearchLog())
     return sorted(found, key=step_s)
-
-
-def below(request: Request, found: Sequence[Candidate]) -> Request:
-    """The request for what may be faster than what was found."""
-    below_s = min([request.below_s, *map(step_s, found)])
-    return request if below_s == request.below_s else replace(request, below_s=below_s)
 
 
 def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
@@ -250,8 +244,7 @@ def fewer_at_once(request: Request) -> Request | None:
 def _attempts(first: Candidate, by: OwnSearch) -> Iterator[Candidate]:
     """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
     caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
-    found; then with fewer ways to free memory, whose estimates are simpler. No more of those with which a
-    step takes longer than it may."""
+    found; then with fewer ways to free memory, whose estimates are simpler."""
     request, search = first.request, first.search
     failed: list[Search] = []
 
@@ -272,17 +265,14 @@ def _attempts(first: Candidate, by: OwnSearch) -> Iterator[Candidate]:
         relaxed = replace(search, treatments=treatments, in_flight=in_flight)
         following = _tighter_search(first) if treatments == search.treatments else relaxed
         last = relaxed
-        slow = step_s(first) > request.below_s
         for _ in range(ROUNDS):
-            if slow or (candidate := attempt(following)) is None:
+            if (candidate := attempt(following)) is None:
                 break
             yield candidate
-            slow = step_s(candidate) > request.below_s
             last = following = _tighter_search(candidate)
         for lower in _lowered(first, relaxed, last):
-            if not slow and (candidate := attempt(lower)):
+            if candidate := attempt(lower):
                 yield candidate
-                slow = step_s(candidate) > request.below_s
 
 
 def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:

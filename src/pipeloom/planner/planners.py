@@ -66,7 +66,7 @@ FEW_OPS = 32
 """Ops up to which planners of whole graphs are asked."""
 
 MANY_STAGES = 100
-"""Stages from which on only quick planners are asked."""
+"""Stages from which on only quick planners are asked, unless others are named."""
 
 LOWERED = (1.0, 0.95, 0.9, 0.8, 0.7)
 """Shares of the caps under which stages side by side are looked for where nothing else keeps them."""
@@ -128,7 +128,7 @@ class JointPlanner:
             if isinstance(plan, JointPlanner) and not plan.side_by_side:
                 continue
             many = own is not None and own.arranges and len(search.model) > FEW_OPS
-            many |= request.layout.stages > MANY_STAGES and name not in QUICK
+            many |= request.layout.stages > MANY_STAGES and name not in (self.planners or QUICK)
             many |= search.large and name not in (self.planners or SEEDS_OF_LARGE)
             try:
                 if many:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -171,8 +170,6 @@ class Request:
     watch: SearchWatch | None = None
     slack: int = 0
     """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
-    below_s: float = inf
-    """Seconds of a step: no more memory is freed with what takes longer already."""
     only_offloading: bool = False
     """Whether the same with more micro-batches offloaded at once found nothing: then only what offloads is
     tried."""
