@@ -23,13 +23,14 @@ from ..ir.profile import Profile
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
-from .joint.search import LEVEL, JointSearch, Point
+from .joint.search import LEVEL, TINY, JointSearch, Point
 from .notes import faster_of
 from .own_search import (
     OwnSearch,
     SearchLog,
     by_cuts,
     by_order,
+    fewer_at_once,
     fewer_at_once_if_need_be,
     level_candidates,
     refusal,
@@ -115,12 +116,15 @@ class JointPlanner:
         return JointSearch(request, axes, self.seeds, self.room, orders=self.orders, explained=explained)
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
-        """What the searches of planners find, for one stage on each rank; for several, cuts whose ranks take
-        equally long."""
+        """What the searches of planners find, for one stage on each rank. For several cuts whose ranks take
+        equally long; and of few places `exact`."""
         if not request.layout.in_line:
             with suppress(PlanError, ScheduleError):
-                found = level_candidates(request, request.search())
-                yield from ((LEVEL, Point(one.request, one.search, one.cuts)) for one in found)
+                search = request.search()
+                tiny = len(search.places) - 1 <= TINY
+                found = _exact_candidates(request) if tiny else level_candidates(request, search)
+                by = "exact" if tiny else LEVEL
+                yield from ((by, Point(one.request, one.search, one.cuts)) for one in found)
             return
         for name in self.planners or PLANNERS:
             plan, search = planner(name).plan, search_of(request, name)
@@ -181,6 +185,18 @@ def search_of(request: Request, name: str) -> Search:
     search, by = request.search(), planner(name)
     treatments = search.treatments if by.optimises == "always" else ()
     return replace(search, treatments=treatments, layers=request.layers if by.granularity == "layer" else {})
+
+
+def _exact_candidates(request: Request) -> list[Candidate]:
+    """Where there are none, those with fewer micro-batches on the device at once.
+
+    Raises: PlanError, ScheduleError.
+    """
+    by = by_cuts(exact, even=True)
+    found = by.find(request, request.search(), SearchLog())
+    if not found and (fewer := fewer_at_once(request)) is not None:
+        found = by.find(fewer, fewer.search(), SearchLog())
+    return found
 
 
 def _side_by_side_seeds(request: Request) -> Iterator[Point]:

@@ -59,7 +59,7 @@ LINES, CLOSE = 4, 0.08
 
 TINY = 16
 """Places for cuts up to which a cut moved by one is another model: then the best of each layout is moved, and
-orders of branches are tried for several stages on a rank, too."""
+`exact` is asked about several stages per rank, too."""
 
 FEW, EACH, FAR = 6, 2, 0.03
 """Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times
