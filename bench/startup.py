@@ -26,6 +26,7 @@ from machine import parser_of, roofline_plan, run_parts, run_python, tokens
 
 from pipeloom import Job, capture
 from pipeloom.clusters.names import find_cluster
+from pipeloom.kernel_compilation import kernels_compiled_beside
 
 JOB = "gpt2_small.py:job"
 SHAPE = ("pipeline.microbatches=8", "pipeline.microbatch_size=2", "validation_batches=1")
@@ -77,9 +78,11 @@ def llama_70b(*, layers: int = 80, length: int = 2048) -> Job:
 
 
 def plan_llama(layers: int, devices: int, planner: str) -> dict[str, Any]:
-    """Capture and plan in this process."""
+    """Capture and plan in this process, with code compiled beside the capture where there is none."""
     begin = time.perf_counter()
-    graph = capture(llama_70b(layers=layers), 1).graph
+    with kernels_compiled_beside(planner) as wait_for_code:
+        graph = capture(llama_70b(layers=layers), 1).graph
+        wait_for_code(graph)
     captured = time.perf_counter()
     cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
     plan = roofline_plan(graph, cluster, schedule="1f1b", microbatches=2 * devices, planner=planner)

@@ -23,6 +23,7 @@ from .ir.plan import Plan
 from .ir.profile import OpCost, Profile, batch_text
 from .ir.text import parse_bytes
 from .ir.timeline import Timeline
+from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import COMPILED, CapturedModel, PlanRequest, fastest, fitting
@@ -510,17 +511,24 @@ def _model_for(
                 hint="leave the profile out, or --split-words",
             )
         captured = in_parts(captured or capture(job, size, batch=batch), parts)
-    return captured_model(
+    model_for = partial(
+        captured_model,
         job,
         size,
         None if request.local else request.cluster,
-        captured=captured,
         profiled=profiled,
         batch=batch,
         compiled=request.options.compile,
         master_weights=request.options.master_weights,
         ranks=request.options.devices if request.local else 1,
     )
+    if request.local or captured is not None:
+        return model_for(captured=captured)
+    # What is measured here has the machine to itself: kernels are compiled beside a mere capture only.
+    with kernels_compiled_beside(request.options.planner, request.options.allowed) as wait_for_code:
+        model = model_for()
+        wait_for_code(model.graph)
+    return model
 
 
 QUICK_S = 15.0

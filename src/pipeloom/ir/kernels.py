@@ -14,7 +14,7 @@ from inspect import getsourcefile
 from pathlib import Path
 from re import findall
 from types import FunctionType, MappingProxyType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -39,6 +39,8 @@ class Kernel(Generic[P, R]):
     10
     """
 
+    _compiled_from: ClassVar[int] = COMPILED_FROM
+
     def __init__(self, function: Callable[P, R], *, inlined: bool = False) -> None:
         self._function: Any = function
         self._inlined = inlined
@@ -46,14 +48,14 @@ class Kernel(Generic[P, R]):
         self.__doc__, self.__wrapped__ = function.__doc__, function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        compiled = self._elements >= COMPILED_FROM
+        compiled = self._elements >= self._compiled_from
         return (self.compiled if compiled else self.form(_largest(args)))(*args, **kwargs)
 
     def form(self, elements: int) -> Callable[P, R]:
         """The form to call for so many elements more. A call counts those of its largest argument; who calls
         a kernel that goes over it many times says how many there are."""
         self._elements += elements
-        return self.interpreted if self._elements < COMPILED_FROM else self.compiled
+        return self.interpreted if self._elements < self._compiled_from else self.compiled
 
     @cached_property
     def interpreted(self) -> Callable[P, R]:
@@ -142,6 +144,17 @@ def _largest(arguments: Iterable[object]) -> int:
 
 
 _HOLDS = (np.ndarray, tuple)
+
+
+def compile_at_once() -> None:
+    """From now on all kernels of this process run compiled, however little they go over."""
+    Kernel._compiled_from = 0
+
+
+def code_is_kept() -> bool:
+    """Whether machine code is kept for other processes: whether there is a folder for it."""
+    dispatcher: Any = kernel(_largest).compiled  # any function of the package would do
+    return hasattr(dispatcher, "stats") and dispatcher.stats.cache_path is not None
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:
