@@ -49,7 +49,7 @@ ROUNDS_TOGETHER = 16
 """All searches where ranks have several stages, each of which takes longer."""
 
 LOWERED = (0.95, 0.9, 0.8, 0.7)
-"""Shares of all caps that are searched with where that does not come to an end."""
+"""Shares of all caps that are searched with where that does not come to an end, or nothing keeps them."""
 
 PER_DOUBLING = 4
 """Smaller caps between one and its double."""

@@ -26,6 +26,7 @@ from .joint.ledger import SearchLedger
 from .joint.search import LEVEL, TINY, JointSearch, Point
 from .notes import faster_of
 from .own_search import (
+    LOWERED,
     OwnSearch,
     SearchLog,
     by_cuts,
@@ -68,9 +69,6 @@ FEW_OPS = 32
 
 MANY_STAGES = 100
 """Stages from which on only quick planners are asked, unless others are named."""
-
-LOWERED = (1.0, 0.95, 0.9, 0.8, 0.7)
-"""Shares of the caps under which stages side by side are looked for where nothing else keeps them."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def _side_by_side_that_fit(request: Request) -> Iterator[Candidate]:
     """Stages of a DAG that keep their caps; residuals are freed only where that does not go without."""
     orders = request.branch_orders(request.layout.stages) if request.side_by_side else []
     for treatments in dict.fromkeys(((), request.treatments)):
-        for share in LOWERED:
+        for share in (1.0, *LOWERED):
             for order in orders:
                 search = replace(request.search(order), by_depth=True, treatments=treatments)
                 found = (Candidate(request, search, cuts) for cuts in shallow_cuts(scale_caps(search, share)))
