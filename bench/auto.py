@@ -39,13 +39,13 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import MiB
 from pipeloom.ir.graph import OpGraph
 from pipeloom.plan_request import CapturedModel, PlanRequest
+from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.request import PlanOptions
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.names import parse_name
 from pipeloom.schedules.list_scheduler import choose
 from pipeloom.schedules.search import library
-from pipeloom.settings import PlanSettings
 from pipeloom.train.model import GPT
 
 Table = list[dict[str, Any]]

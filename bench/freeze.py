@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import machine
-import zoo
+import nets
 from click.testing import CliRunner
 
 import pipeloom
@@ -57,7 +57,7 @@ def report(model: str) -> str:
     """What `plan` and `simulate` print of a model: tables, drawing, limits and advice."""
     with TemporaryDirectory() as name:
         job, plan = Path(name) / "frozen_job.py", Path(name) / "plan.json"
-        job.write_text(f"import zoo\n\n\ndef job():\n    return zoo.job({model!r})\n")
+        job.write_text(f"import zoo\n\n\ndef job():\n    return nets.job({model!r})\n")
         where = (f"{job}:job", "--cluster", CLUSTER)
         text = printed("plan", *where, "-p", "4", "-o", str(plan)) + printed("simulate", str(plan), *where)
         return text.replace(name, "")
@@ -65,7 +65,7 @@ def report(model: str) -> str:
 
 def plans(model: str, planners: list[str]) -> Iterator[tuple[str, str]]:
     """Plans with their predicted steps, without a cap and under one; a refusal by its class."""
-    job = zoo.job(model)
+    job = nets.job(model)
     how: dict[str, Any] = {"ranks": 4, "microbatches": 8, "microbatch_size": 2, "cluster": CLUSTER}
     how["captured"] = pipeloom.capture(job, 2)
     for planner, schedule, weights in product(planners, SCHEDULES, ("flush", "2bw")):
@@ -85,7 +85,7 @@ def plans(model: str, planners: list[str]) -> Iterator[tuple[str, str]]:
 def main() -> int:
     parser = machine.parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--models", nargs="+", default=list(zoo.NAMES), choices=zoo.NAMES)
+    parser.add_argument("--models", nargs="+", default=list(nets.NAMES), choices=nets.NAMES)
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), choices=PLANNERS)
     given = parser.parse_args()
     if given.folder.exists() and any(given.folder.iterdir()):

@@ -40,7 +40,7 @@ import pipeloom
 from pipeloom import Job, Options, Pipeline, Plan
 from pipeloom.clusters.devices import built_in
 from pipeloom.ir.errors import ConfigError, PipeloomError
-from pipeloom.options import named_device
+from pipeloom.run_options import named_device
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.job_calls import call_model, make_optimizer, scalar_loss
 

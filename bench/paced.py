@@ -21,7 +21,7 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.steady import SteadyRows
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileCopy, FileTier

@@ -36,7 +36,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.text import from_json, to_json
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.calibrate import measure_link
 from pipeloom.runtime.channel import dist_channel

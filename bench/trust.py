@@ -32,9 +32,9 @@ from machine import FOLDER, parser_of, print_stamp
 from trust_zoo import import_torchvision
 
 # isort: split
+from nets import in_double
 from odd.case import differences
 from runs import Numbers, capture_of, even_plan, pipelined, plain
-from zoo import in_double
 
 from pipeloom import Job
 from pipeloom.ir.errors import PipeloomError

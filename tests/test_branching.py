@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import graphpipe
+import nets
 import pytest
-import zoo
 from runs import capture_of
 
 from pipeloom import Job, Plan, verify
@@ -23,7 +23,7 @@ def planned(job: Job, stages: int, strategy: str) -> Plan:
 @pytest.mark.parametrize("name", [*graphpipe.SMALL, "t5"])
 def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, stages: int) -> None:
     """The layers of T5's decoder all read what its encoder makes: one block of nearly all ops."""
-    job = zoo.job("t5") if name == "t5" else graphpipe.SMALL[name]()
+    job = nets.job("t5") if name == "t5" else graphpipe.SMALL[name]()
     made = planned(job, stages, strategy)
     assert len(made.stages) == stages
     verify(job, made, tolerance=TOLERANCE).require()

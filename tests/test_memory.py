@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import nets
 import pytest
-import zoo
 from every_schedule import gpt_job, plan_of
 from ledgers import compare, sends_are_through_at_once
 from runs import each_rank, even_plan
@@ -19,15 +19,15 @@ from pipeloom.runtime.ledger import Ledger
 
 TIGHT = 0.03
 
-MODELS = (*zoo.FAMILIES, "gpt")
+MODELS = (*nets.FAMILIES, "gpt")
 
 
 @pytest.mark.sampled("gpt2-2-gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("name", zoo.FAMILIES)
+@pytest.mark.parametrize("name", nets.FAMILIES)
 def test_the_peak_of_every_rank_is_that_of_the_forecast(name: str, stages: int, schedule: str) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     plan = even_plan(job, stages, microbatches=4, schedule=schedule)
 
     def work(pipeline: Pipeline) -> tuple[dict[str, int], dict[str, int], int]:
@@ -54,7 +54,7 @@ def test_the_peak_of_every_rank_is_that_of_the_forecast(name: str, stages: int, 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_peaks_are_those_of_the_ledger(name: str, schedule: str, stages: int) -> None:
-    found = [peaks.error for peaks in compare(zoo.job(name), stages, schedule)]
+    found = [peaks.error for peaks in compare(nets.job(name), stages, schedule)]
     assert max(map(abs, found)) <= TIGHT, found
 
 

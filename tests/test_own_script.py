@@ -22,8 +22,8 @@ from pipeloom.ir.errors import (
     NumbersError,
     PipeloomError,
 )
-from pipeloom.options import Options
 from pipeloom.pipeline_request import pipeline_settings
+from pipeloom.run_options import Options
 from pipeloom.runtime.channel import run_threads
 from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.example import job_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import nets
 import pytest
 import torch
-import zoo
 from runs import capture_of
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ SIZE = 4
 
 
 def request_for(cluster: str, **more: object) -> tuple[PlanRequest, CapturedModel]:
-    job = zoo.job("gpt2")
+    job = nets.job("gpt2")
     how = make_request(**{"ranks": 2, "microbatches": 4, "cluster": cluster} | more)
     return how, captured_model(job, SIZE, how.cluster, captured=capture_of(job, SIZE))
 
@@ -146,7 +146,7 @@ def test_no_more_are_advised_than_there_are_devices() -> None:
 
 @pytest.mark.slow
 def test_this_machine_has_as_many_processes_as_are_asked_for() -> None:
-    job = zoo.job("gpt2")
+    job = nets.job("gpt2")
     captured = capture_of(job)
     costs = planning.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}

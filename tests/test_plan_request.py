@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import nets
 import pytest
 import torch
-import zoo
 from batches import normal
 from every_schedule import gpt_job
 from runs import assert_same, capture_of, each_rank, graph_of, pipelined, plain
@@ -49,7 +49,7 @@ class Unknown(nn.Module):
         return x.square().mean()
 
 
-JOB = Job(model=Unknown, batch=normal(x=(64, 16)), optimizer=zoo.sgd, name="unknown")
+JOB = Job(model=Unknown, batch=normal(x=(64, 16)), optimizer=nets.sgd, name="unknown")
 
 
 def costs_of(job: Job) -> Mapping[str, Profile]:
@@ -126,7 +126,7 @@ def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
 def test_it_is_what_ranks_expect(
     schedule: str, treatments: list[Treatment], share: float, tmp_path: Path
 ) -> None:
-    job, link = zoo.job("gpt"), Link(bandwidth_bytes_per_s=1e11)
+    job, link = nets.job("gpt"), Link(bandwidth_bytes_per_s=1e11)
     known = cpu_cluster(2)
     devices = tuple(replace(d, host_link=link, host_memory_bytes=1 << 30) for d in known.devices)
     cluster = replace(known, devices=devices)

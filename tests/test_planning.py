@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import nets
 import pytest
 import torch
-import zoo
 from deep import TANH
 from every_schedule import gpt_job
 from runs import capture_of, graph_of
@@ -28,7 +28,7 @@ from pipeloom.schedules.formats import program_text
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.job_calls import at_length
 
-SKIPS, GPT = zoo.job("skips"), gpt_job()
+SKIPS, GPT = nets.job("skips"), gpt_job()
 
 
 def plan(job: object = SKIPS, **how: object) -> Plan:
@@ -86,7 +86,7 @@ def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
     momentum: float, more: dict
 ) -> None:
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
-    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
+    job, cluster = replace(nets.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
     unknown = capture_of(job).graph
     graph = planning.with_updates(unknown, job)
     assert not any(p.given_update for p in unknown.parameters)

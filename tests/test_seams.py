@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import nets
 import pytest
 import runs
-import zoo
 from rich.console import Console
 
 from pipeloom import Plan, plan, simulate
@@ -28,7 +28,7 @@ from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy
+from pipeloom.ir.weight_policies import WEIGHT_POLICIES, Updates, WeightPolicy
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.own_search import by_cuts
 from pipeloom.planner.planners import PLANNERS
@@ -43,7 +43,7 @@ from pipeloom.schedules import formats, registry
 from pipeloom.simulator.simulate import simulate as simulate_simulate
 from pipeloom.viewer import labels, terminal
 
-JOB = zoo.job("skips")
+JOB = nets.job("skips")
 STAGES, MICROBATCHES, ROWS = 2, 4, 2
 DEVICE = Device(name="any", memory_bytes=1 << 30, flops_per_s={"float32": 1e12}, memory_bytes_per_s=1e11)
 CLUSTER = Cluster(devices=(DEVICE,) * STAGES, within_node=Link(bandwidth_bytes_per_s=1e9))

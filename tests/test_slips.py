@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import nets
 import pytest
-import zoo
 from commands import bad
 from plain_net import two_linears
 
@@ -47,7 +47,7 @@ def planned_without_chunks() -> Plan:
 
 
 def batch_without_names() -> Plan:
-    job = zoo.job("skips")
+    job = nets.job("skips")
     bare = Job(model=job.model, batch=lambda seed, rows: next(iter(job.batch(seed, rows).values())))  # type: ignore[return-value]
     return plan(bare, ranks=2, microbatch_size=2)
 
@@ -109,7 +109,7 @@ def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("none/*"))
     file = tmp_path / "two.toml"
     save_cluster(find_cluster("2 x a100-40"), file)
-    job = zoo.job("skips")
+    job = nets.job("skips")
     assert plan(job, ranks=2, microbatch_size=2, cluster=file).stages
 
 
@@ -117,7 +117,7 @@ def test_modules_may_have_names_that_are_no_identifiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("01-mine.py").write_text("from zoo import job as of\n\ndef job():\n    return of('skips')\n")
+    Path("01-mine.py").write_text("from nets import job as of\n\ndef job():\n    return of('skips')\n")
     assert load_job("01-mine:job").batch is not None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import nets
 import pytest
-import zoo
 from commands import bad, figures, good
 
 import pipeloom
@@ -20,7 +20,7 @@ def planned(**how: object) -> Plan:
     """Of two stages, on devices described by figures."""
     how = {"ranks": 2, "microbatches": 4, "microbatch_size": 2} | how
     ranks = int(str(how["ranks"])) * int(str(how.get("replicas", 1)))
-    return pipeloom.plan(zoo.job("skips"), cluster=f"{ranks} x cpu", **how)  # type: ignore[arg-type]
+    return pipeloom.plan(nets.job("skips"), cluster=f"{ranks} x cpu", **how)  # type: ignore[arg-type]
 
 
 def test_residuals_pipelines_and_branches_of_a_plan_are_those_of_its_search(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import nets
 import pytest
 import torch
-import zoo
 from batches import normal
 from odd.case import WIDTH, Between, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
@@ -39,7 +39,7 @@ def verified(job: Job, stages: int = 2, options: Options | None = None, **how: A
     [
         # Clipped, too: gradients are compared before that, and updates after it.
         (JOB, {"schedule": "1f1b", "split": True}, Options(clip_norm=1e-2), 1e-5),
-        (zoo.in_double(JOB), {"schedule": "gpipe"}, None, 1e-10),
+        (nets.in_double(JOB), {"schedule": "gpipe"}, None, 1e-10),
         (JOB, {"autocast": torch.bfloat16}, Options(autocast=torch.bfloat16), 6e-2),
     ],
 )
@@ -130,7 +130,7 @@ class Masked(Stack):
         job_of(Dropping),
         job_of(LeavesOut),  # draws single numbers
         job_of(SmallEmbeddings),  # its forward changes parameters
-        job_of(SparseEmbedding, zoo.token_batch),
+        job_of(SparseEmbedding, nets.token_batch),
         pytest.param(job_of(Masked), marks=pytest.mark.slow),
     ],
     ids=lambda job: job.name,

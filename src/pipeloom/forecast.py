@@ -19,7 +19,7 @@ from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.text import format_bytes
 from .ir.timeline import Event, Timeline
-from .ir.weights import names_for_owners
+from .ir.weight_policies import names_for_owners
 from .runtime.calibrate import busy_link, stage_memory, time_clipping, time_optimizer, time_sums
 from .runtime.channel import Channel
 from .runtime.ledger import table

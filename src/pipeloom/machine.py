@@ -37,7 +37,7 @@ def detect(
     if devices is not None and devices < 1:
         raise ConfigError(f"{devices} devices to measure", hint="use at least 1")
     refuse_too_many(devices or 0)
-    from .options import named_device
+    from .run_options import named_device
 
     if (kind := named_device(kind)) != "cpu":
         return _gpus(kind, devices, directory, progress)

@@ -35,7 +35,6 @@ from .ir.text import format_bytes
 from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .lowering.steady import SteadyRows
-from .options import Options, mixed_precision
 from .pipeline_request import (
     pipeline_settings,
     plan_on_rank_0,
@@ -45,6 +44,7 @@ from .pipeline_request import (
 )
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
+from .run_options import Options, mixed_precision
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory

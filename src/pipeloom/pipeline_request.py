@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .ir.errors import ConfigError, did_you_mean
 from .ir.plan import Plan
-from .options import Options
+from .plan_settings import PlanSettings
 from .planning import capture, plan_here, refuse_names
 from .ranks import rank_device, result_of_rank_0
+from .run_options import Options
 from .runtime.channel import Channel
 from .runtime.connect import connect
 from .runtime.watch import Watch
-from .settings import PlanSettings
 from .tracer.captured import Captured
 from .tracer.example import weights_digest
 from .tracer.job import Job

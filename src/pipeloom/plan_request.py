@@ -12,8 +12,9 @@ from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
 from .ir.text import format_bytes, show_time
-from .ir.weights import FLUSH
+from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
+from .plan_settings import PlanSettings
 from .planner.joint.ledger import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
@@ -26,7 +27,6 @@ from .planner.shape_search import divisors
 from .runnable import refuse_master_weights, refuse_without_delay
 from .schedules import registry
 from .schedules.language.names import parse_name
-from .settings import PlanSettings
 from .simulator.simulate import simulate
 
 if TYPE_CHECKING:

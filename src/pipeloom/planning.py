@@ -27,6 +27,7 @@ from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import COMPILED, CapturedModel, PlanRequest, fastest, fitting
+from .plan_settings import PlanSettings
 from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
@@ -35,7 +36,6 @@ from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules import registry
 from .schedules.registry import with_chunks
-from .settings import PlanSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -82,7 +82,7 @@ def capture(
     >>> [op.name for op in graph.ops][:3], [f"{p.name} {p.shape}" for p in graph.parameters][:2]
     (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
     """
-    from .options import mixed_precision
+    from .run_options import mixed_precision
     from .tracer.capture import capture as trace
 
     mixed = mixed_precision(autocast, device)
@@ -127,10 +127,10 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     >>> measured.source, measured.batch, measured.costs["linear"].forward_s > 0
     ('measured', ('input[4,8]float32',), True)
     """
-    from .options import named_device
     from .profiler.measure_modules import measure_modules  # only now: these import torch
     from .profiler.measure_ops import measure
     from .ranks import usable_device
+    from .run_options import named_device
     from .runtime.allocator import keep_freed_memory
 
     usable_device(device := named_device(device))
@@ -472,8 +472,8 @@ def _device_here(profiled: Profile) -> str | None:
     None for a device that is not here, and for estimates."""
     import torch
 
-    from .options import named_device
     from .profiler.measure_op import device_name
+    from .run_options import named_device
 
     here = ("cpu", named_device("auto")) if profiled.source == "measured" else ()
     return next((kind for kind in here if device_name(torch.device(kind)) == profiled.device), None)

@@ -18,10 +18,10 @@ from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.stages import StageGraph
-from .ir.weights import OptimizerShares, Updates, optimizer_shares
+from .ir.weight_policies import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
-from .options import Options
 from .profiler.roofline import product_flops
+from .run_options import Options
 from .runnable import refuse_master_weights
 from .runtime.batches import agree_on_layouts, rows_of, signature_of
 from .runtime.channel import Channel

@@ -17,9 +17,9 @@ from .ir.errors import CommunicationError, ConfigError, PipeloomError, PlanError
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.text import to_json
-from .options import Options
+from .run_options import Options
 from .runtime.channel import Channel, dist_channel, local_channels
-from .runtime.checkpoint_files import newest, read_index, verify_sizes
+from .runtime.checkpoint_directory import newest, read_index, verify_sizes
 from .runtime.connect import close_at_exit, connect, watch_ranks
 from .runtime.watch import Watch
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from .checks.schedules import forwards_in_order
 from .ir.errors import ConfigError, PlanError, ScheduleError, shown
 from .ir.plan import Plan
-from .ir.weights import WEIGHT_POLICIES
+from .ir.weight_policies import WEIGHT_POLICIES
+from .plan_settings import PlanSettings
 from .planner.planners import planner
 from .schedules import registry
 from .schedules.language.names import parse_name
-from .settings import PlanSettings
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured

@@ -13,7 +13,7 @@ from .ir.cluster import Cluster, Link
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
-from .ir.weights import FLUSH, WEIGHT_POLICIES
+from .ir.weight_policies import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.planners import first_way, planner

@@ -32,10 +32,10 @@ from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
 from .ir.user_code import is_user_file
-from .ir.weights import FLUSH
-from .options import Options
+from .ir.weight_policies import FLUSH
 from .profiler.measure_op import torch_threads
 from .profiler.measurement import usable_cores
+from .run_options import Options
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import loss_shares, off_mean, rows_of, split_batch
 from .runtime.channel import Channel, run_threads

@@ -17,7 +17,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan, widened
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
-from pipeloom.ir.weights import FLUSH, OptimizerShares, Updates, optimizer_shares
+from pipeloom.ir.weight_policies import FLUSH, OptimizerShares, Updates, optimizer_shares
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.registry import build_steady

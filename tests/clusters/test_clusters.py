@@ -10,8 +10,8 @@ from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
+import nets
 import pytest
-import zoo
 from commands import bad
 from hypothesis import HealthCheck, given, strategies as st
 from refusals import refused
@@ -357,7 +357,13 @@ def test_ranks_on_the_command_line(schedule: str, words: list[str]) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
     with pytest.raises(PlanError, match="100000"):
-        plan(zoo.job("skips"), ranks=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
+        plan(
+            nets.job("skips"),
+            ranks=100_000,
+            microbatch_size=2,
+            cluster="2 x cpu",
+            schedule=schedule,
+        )
 
 
 def test_counts_of_several_tables(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.timeline import Event
-from pipeloom.options import named_device
+from pipeloom.run_options import named_device
 from pipeloom.runtime.pinned_tier import CHUNK, PinnedTier
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
-from pipeloom.options import named_device
+from pipeloom.run_options import named_device
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from two_rank_plans import CASES
 
-from pipeloom.options import named_device
+from pipeloom.run_options import named_device
 
 SCRIPT = Path(__file__).with_name("rank.py")
 

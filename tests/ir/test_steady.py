@@ -16,7 +16,7 @@ from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.steady import SteadyStep, parse_steady, steady_step
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.lowering.steady import SteadyRows
 from pipeloom.schedules import registry

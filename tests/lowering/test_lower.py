@@ -9,7 +9,7 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.weights import reductions
+from pipeloom.ir.weight_policies import reductions
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 

@@ -17,7 +17,7 @@ from pipeloom.planner.search.cut_search import Search, best_cuts
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.strategies.simple import balanced
+from pipeloom.planner.strategies.exact import balanced
 
 
 def every_cut(ops: int, stages: int):

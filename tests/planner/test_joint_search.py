@@ -14,6 +14,7 @@ from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s
 
 from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster
+from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner import planners
 from pipeloom.planner.joint.estimates import NEAR, CutTimes
 from pipeloom.planner.joint.ledger import searched_for
@@ -22,7 +23,6 @@ from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.searched_order import with_searched_order
 from pipeloom.planning import make_request
-from pipeloom.settings import PlanSettings
 
 pytestmark = pytest.mark.whole_search
 

@@ -12,7 +12,7 @@ from random_ops import layered_search
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.planner.search.layer_groups import Piece, borders, calls, layer_names, layers
-from pipeloom.planner.strategies.simple import equal
+from pipeloom.planner.strategies.exact import equal
 
 
 def ops_of(*modules: str) -> list[Op]:

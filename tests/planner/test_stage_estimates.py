@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+import nets
 import pytest
 import torch
-import zoo
 from ledgers import calm
 from parts import Parts, model_of, parts_of, some_recomputed
 from runs import capture_of, even
@@ -65,7 +65,7 @@ def test_a_backward_lets_go_of_what_it_is_done_with(formula: Formula, rows: int)
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> None:
-    captured = capture_of(zoo.job("convnet"), 2)
+    captured = capture_of(nets.job("convnet"), 2)
     stages, model = cut(captured.graph, even(captured.graph, 2)), model_of(captured.graph, 2)
     for stage in range(2):
         found = parts_of(captured, model, stages, stage, some_recomputed(model, stages, stage, share, 1))
@@ -74,13 +74,13 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
 
 
 QUICK = ("gpt",)
-FAMILIES = (*QUICK, *zoo.FAMILIES)
+FAMILIES = (*QUICK, *nets.FAMILIES)
 
 
 @pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_of_families_with_any_treatments(family: str) -> None:
-    captured = capture_of(zoo.job(family), 2)
+    captured = capture_of(nets.job(family), 2)
     for count in (2,) if family in QUICK else (2, 3):
         stages, model = cut(captured.graph, even(captured.graph, count)), model_of(captured.graph, count)
         for stage, share in product(range(count), (0.0, 0.5, 1.0)):
@@ -117,7 +117,7 @@ def test_attention_in_separate_products(length: int) -> None:
 @pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
-    captured = capture_of(zoo.job(family), 2)
+    captured = capture_of(nets.job(family), 2)
     for count in (2,) if family in QUICK else (2, 3):
         stages, model = cut(captured.graph, calm(captured.graph, count)), model_of(captured.graph, count)
         for stage in range(count):

@@ -1,8 +1,8 @@
 """On whole models: the table of what autograd keeps against measurement. Real stages are compared with it in
 `planner/test_stage_estimates.py`."""
 
+import nets
 import pytest
-import zoo
 from runs import capture_of
 
 from pipeloom.clusters.names import cpu_cluster
@@ -10,8 +10,8 @@ from pipeloom.profiler.measure_ops import measure
 from pipeloom.profiler.roofline import roofline
 
 DROPOUT = ("gpt2", "t5")
-JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} | {
-    f"{name} with dropout": zoo.with_dropout(name) for name in DROPOUT
+JOBS = {name: nets.job(name) for name in (*nets.FAMILIES, "gpt", "two_encoders")} | {
+    f"{name} with dropout": nets.with_dropout(name) for name in DROPOUT
 }
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import nets
 import pytest
 import torch
-import zoo
 from runs import capture_of
 from torch import nn
 from torch.nn import functional as fn
@@ -173,10 +173,10 @@ def uncompiled(function: Any, **how: Any) -> Any:
 
 
 @pytest.mark.sampled("gpt")
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_pieces_of_all_families_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", uncompiled)
-    captured = capture_of(zoo.job(name))
+    captured = capture_of(nets.job(name))
     pieces = pieces_of(captured.graph)
     signatures = piece_signatures(captured, pieces)
     assert sum(len(piece.ops) for piece in pieces.stages) == sum(not op.cheap for op in captured.graph.ops)

@@ -22,7 +22,7 @@ from pipeloom import Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import ConfigError, PeerError
 from pipeloom.planning import plan
-from pipeloom.runtime import checkpoint_files as files
+from pipeloom.runtime import checkpoint_directory as files
 from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.device_transport import DeviceTransport

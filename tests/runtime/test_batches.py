@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import nets
 import pytest
 import torch
-import zoo
 from deep import ROWS, TANH
 from delayed import delayed, job_of, steady_plan
 from runs import assert_same, each_rank, even_plan, pipelined, plain, threads
@@ -32,11 +32,11 @@ def test_a_rank_takes_only_inputs_that_it_reads() -> None:
 def test_inputs_that_are_slices() -> None:
     """Stages are traced with contiguous inputs: a `view` of a slice failed."""
 
-    def sliced(seed: int, size: int) -> zoo.Batch:
-        ids = zoo.token_batch(seed, size, length=zoo.LENGTH + 1)["input_ids"]
+    def sliced(seed: int, size: int) -> nets.Batch:
+        ids = nets.token_batch(seed, size, length=nets.LENGTH + 1)["input_ids"]
         return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
-    job = replace(zoo.job("gpt"), batch=sliced)
+    job = replace(nets.job("gpt"), batch=sliced)
     batches = [job.batch(seed, 4) for seed in range(2)]
     found = pipelined(job, even_plan(job, 2, microbatches=2), batches, evaluate=batches[:1])
     assert_same(found, plain(job, batches, 2, evaluate=batches[:1]), tolerance=1e-5)
@@ -80,7 +80,7 @@ def after_refusals(job: Any, *refused: Refused) -> list[list[str]]:
 
 def test_what_one_rank_refuses_none_begins() -> None:
     """A rank that began the step would wait for the one that refused."""
-    job = replace(zoo.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
+    job = replace(nets.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
 
     def too_few(_: int, pipeline: Pipeline) -> None:
         pipeline.step(job.batch(0, 3))

@@ -9,9 +9,9 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import nets
 import pytest
 import torch.distributed as dist
-import zoo
 from boards import local_boards
 from runs import capture_of, even_plan, threads
 
@@ -164,7 +164,7 @@ def test_the_table_names_a_circle(states: list[RankStatus | None], said: tuple[s
 def test_the_rank_that_went_is_named_and_not_who_waited_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = zoo.job("skips")
+    job = nets.job("skips")
     plan, captured = even_plan(job, 2, microbatches=2), capture_of(job)
     saves, prepare = threading.Event(), checkpoint.files.prepare
 

@@ -21,7 +21,7 @@ from pipeloom.ir.errors import CheckpointError
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.checkpoint import TrainState
-from pipeloom.runtime.checkpoint_files import complete, newest
+from pipeloom.runtime.checkpoint_directory import complete, newest
 
 
 def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nets
 import pytest
 import runs
-import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import InfeasibleError, PeerError
@@ -23,7 +23,7 @@ from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.rank import Rank
 
-JOB = zoo.job("skips")
+JOB = nets.job("skips")
 
 
 def offloading() -> Plan:

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 from weakref import WeakSet
 
+import nets
 import pytest
 import runs
-import zoo
 from boards import local_boards
 from processes import ends_of, start_ranks
 
@@ -130,7 +130,7 @@ def test_an_error_of_one_pipeline_leaves_no_other_open(
 
 @pytest.mark.usefixtures("nothing_open")
 def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
-    job = zoo.job("skips")
+    job = nets.job("skips")
     plan = runs.even_plan(job, 1, microbatches=2, schedule="gpipe")
     plan = runs.treated_plan(job, plan, "offload")
     before = threading.enumerate()
@@ -143,7 +143,7 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_may_close_again_and_do_nothing_after_that(ranks: int) -> None:
-    job = zoo.job("skips")
+    job = nets.job("skips")
     plan = runs.even_plan(job, ranks, microbatches=2)
 
     def rank(_: int, channel: Channel) -> None:

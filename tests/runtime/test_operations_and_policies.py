@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import nets
 import pytest
 import runs
-import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import B, F
@@ -17,7 +17,7 @@ from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.operations import OperationContext
 
-JOB = zoo.job("skips")
+JOB = nets.job("skips")
 Seen = dict[str, list[set[str]]]
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import nets
 import pytest
 import runs
 import torch
-import zoo
 from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 @pytest.mark.parametrize("how", ["whole", "split", "recompute"])
 def test_every_action_is_timed_and_nothing_is_left(how: str) -> None:
     """The convolution network has BatchNorm, whose buffers a forward changes."""
-    job = zoo.job("convnet")
+    job = nets.job("convnet")
     plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=2, split=how == "split")
     if how == "recompute":
         plan = runs.treated_plan(job, plan, "recompute", ahead=(1,))
@@ -121,15 +121,15 @@ def test_training_without_a_flush_is_the_same_with_rehearsals(policy: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 def test_buffers_and_random_numbers_are_the_same_with_rehearsals(split: bool) -> None:
-    job = replace(zoo.job("convnet"), optimizer=adam)
+    job = replace(nets.job("convnet"), optimizer=adam)
     require_same(job, runs.even_plan(job, 2, microbatches=2, split=split))
-    dropout = replace(zoo.with_dropout("gpt2"), optimizer=adam)
+    dropout = replace(nets.with_dropout("gpt2"), optimizer=adam)
     require_same(dropout, runs.even_plan(dropout, 2, microbatches=2, split=split), accumulate=2)
 
 
 def test_a_step_of_several_rounds_is_predicted_whole() -> None:
     """Each round has all actions; only the last one updates."""
-    job = zoo.job("gpt")
+    job = nets.job("gpt")
     plan = runs.even_plan(job, 2, microbatches=2)
 
     def rank(pipeline: Pipeline) -> list[list[str]]:
@@ -161,7 +161,7 @@ def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> Non
         rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
         return Recipe(kinds="FIW", rows=rows, memory=s.ranks, insert=(operation,))
 
-    job = replace(zoo.job("gpt"), optimizer=adam)
+    job = replace(nets.job("gpt"), optimizer=adam)
     plan = runs.even_plan(job, 2, microbatches=3, split=True)
     stages = plan.stage_graph(runs.capture_of(job).graph)
     rows, _, pairs = Entry(recipe=recipe).make(replace(shape_of(2, microbatches=3), stages=stages))

@@ -12,10 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 import delayed
+import nets
 import pytest
 import runs
 import torch
-import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
@@ -26,7 +26,7 @@ from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.rank import Rank, RankWork
 
-JOB = zoo.job("skips")
+JOB = nets.job("skips")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_the_next_step_starts_from_nothing(breaks: Any, tmp_path: Path) -> None:
 
 def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -> tuple[Any, ...]:
     """What two steps leave on one rank, with or without a broken one between them. BatchNorm has buffers."""
-    job = zoo.job("convnet")
+    job = nets.job("convnet")
     plan = runs.even_plan(job, 1, microbatches=3, schedule="gpipe")
     options = Options(keep_gradients=True, accumulate=accumulate)
     with Pipeline(job, plan, options=options) as pipeline:

@@ -17,7 +17,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.steady import SteadyRows
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule

@@ -16,7 +16,7 @@ from torch import nn
 from pipeloom.ir.errors import CheckpointError
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
-from pipeloom.runtime.checkpoint_files import newest
+from pipeloom.runtime.checkpoint_directory import newest
 
 
 class Evil:

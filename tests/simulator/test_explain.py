@@ -22,7 +22,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.steady import steady_step
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.scenario import Scenario, explain as drawn_reasons, simulate_schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
+import nets
 import torch
-import zoo
 from batches import normal
 from torch import Tensor, nn
 
@@ -34,10 +34,10 @@ class Deep(nn.Module):
 
 ROW = normal(x=(WIDTH,), y=(WIDTH,))
 
-TANH = Job(model=partial(Deep, torch.tanh), batch=ROW, optimizer=zoo.sgd)
+TANH = Job(model=partial(Deep, torch.tanh), batch=ROW, optimizer=nets.sgd)
 """Each layer leaves one residual, its output."""
 
-GELU = Job(model=partial(Deep, nn.functional.gelu), batch=ROW, optimizer=zoo.sgd)
+GELU = Job(model=partial(Deep, nn.functional.gelu), batch=ROW, optimizer=nets.sgd)
 """Each layer leaves two: what gelu reads, and what it makes for the next layer's weights."""
 
 

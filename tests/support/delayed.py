@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.runtime.channel import local_channels
 from pipeloom.schedules.registry import build_steady
 
@@ -131,7 +131,7 @@ def delayed(
     """One process: each batch's gradient at the weights of one update before, applied to the newest.
 
     version: with how many updates batch `index` uses a parameter, once it is not flushed any more.
-    corrected: whose updates begin otherwise, see `pipeloom.ir.weights`.
+    corrected: whose updates begin otherwise, see `pipeloom.ir.weight_policies`.
     """
     whole = runs.even_plan(job, 1, microbatches=microbatches)
     losses, norms = [], []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from nets import sgd
 from runs import capture_of, even, plan_for
-from zoo import sgd
 
 from pipeloom import Job
 from pipeloom.ir.plan import Plan

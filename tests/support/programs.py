@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import nets
 import networkx as nx
 import torch
-import zoo
 from batches import normal
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -124,8 +124,8 @@ def job_of(program: Sequence[Step]) -> Job:
     """A float64 job whose model is the program."""
 
     rows = normal(x=(CHANNELS, WIDTH), y=(CHANNELS, WIDTH))
-    single = Job(model=lambda: Program(program), batch=rows, optimizer=zoo.sgd, name="program")
-    return zoo.in_double(replace(single, name="program"))
+    single = Job(model=lambda: Program(program), batch=rows, optimizer=nets.sgd, name="program")
+    return nets.in_double(replace(single, name="program"))
 
 
 @st.composite

@@ -21,7 +21,7 @@ from pipeloom.ir.graph import OpGraph, PartRows
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
-from pipeloom.options import mixed_precision
+from pipeloom.run_options import mixed_precision
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
 from pipeloom.runtime.channel import Channel, run_threads as threads
 from pipeloom.runtime.checkpoint import joined

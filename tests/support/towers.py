@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import graphpipe
+import nets
 import runs
-import zoo
 from torch import nn
 
 from pipeloom import Job
 from pipeloom.ir.plan import Plan, widened
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.schedules.registry import build, build_steady
 
 MICROBATCHES = 4
@@ -27,7 +27,7 @@ def job_of(*, frozen: bool) -> Job:
             made.towers[0].requires_grad_(False)
         return made
 
-    return zoo.in_double(replace(small, model=model, optimizer=zoo.sgd, name="towers"))
+    return nets.in_double(replace(small, model=model, optimizer=nets.sgd, name="towers"))
 
 
 JOBS = {frozen: job_of(frozen=frozen) for frozen in (False, True)}

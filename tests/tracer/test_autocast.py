@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import nets
 import pytest
 import torch
-import zoo
 from runs import capture_of, even, plan_for
 from torch import Tensor, nn
 from torch.nn import functional
@@ -162,17 +162,17 @@ class SamePadding(nn.Module):
         return self.layers(x.view(-1, 4, 4)).square().mean()
 
 
-QUICK = {"wide": WIDE, "same padding": replace(WIDE, model=SamePadding), "gpt": zoo.job("gpt")}
+QUICK = {"wide": WIDE, "same padding": replace(WIDE, model=SamePadding), "gpt": nets.job("gpt")}
 
 
-OTHERS = [name for name in zoo.NAMES if name not in (*QUICK, "counting")]
-"""Of the zoo's; that one mixes dtypes, which autocast refuses in plain PyTorch as well."""
+OTHERS = [name for name in nets.NAMES if name not in (*QUICK, "counting")]
+"""Of the families; that one mixes dtypes, which autocast refuses in plain PyTorch as well."""
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_pipeline_equals_one_process_under_a_gpus_autocast(name: str) -> None:
     """Where a bfloat16 gradient is the sum of several, a graph adds them in another order than autograd."""
-    job = QUICK.get(name) or zoo.job(name)
+    job = QUICK.get(name) or nets.job(name)
     captured = capture_of(job, 2, autocast=torch.bfloat16, device="cuda")
     plan = plan_for(captured, even(captured.graph, 2), microbatches=2)
     compared = verify(job, plan, options=Options(autocast=torch.bfloat16), captured=captured)

@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import nets
 import numpy as np
 import pytest
 import torch
-import zoo
 from memory import allocations
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,10 +50,10 @@ def assert_bits(build: Callable[[], nn.Module], *, whole: bool = False) -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 @pytest.mark.parametrize("double", [False, True])
 def test_every_model_of_the_zoo(name: str, double: bool) -> None:
-    assert_bits(zoo.job(name, double=double).model)
+    assert_bits(nets.job(name, double=double).model)
 
 
 def test_peak_memory_is_what_is_asked_for_and_one_parameter() -> None:

@@ -8,9 +8,9 @@ import random
 import sys
 from pathlib import Path
 
+import nets
 import pytest
 import torch
-import zoo
 from odd.case import CLASSES, WIDTH, Deciding, Stack, job
 from odd.values import AlphaDropout
 from processes import output
@@ -31,11 +31,11 @@ QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet"
 
 
 def graph_of(name: str) -> OpGraph:
-    return capture_of(zoo.job(name)).graph
+    return capture_of(nets.job(name)).graph
 
 
 @pytest.mark.sampled(*QUICK)
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_wiring_is_whole(name: str) -> None:
     """Ops are in an order in which they can run, and everything they name exists. What is cheap has no
     history of gradients, parameters or chance."""
@@ -57,44 +57,44 @@ def test_wiring_is_whole(name: str) -> None:
 
 
 @pytest.mark.sampled(*QUICK)
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_names_and_gradients_are_those_of_the_module(name: str) -> None:
-    graph, model = graph_of(name), zoo.job(name).model()
+    graph, model = graph_of(name), nets.job(name).model()
     own, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     assert [(p.name, p.shape) for p in graph.parameters] == [(n, tuple(p.shape)) for n, p in own.items()]
     named = {n: own[p.name] for p in graph.parameters for n in (p.name, *p.aliases)}
     assert named.keys() == every.keys() and all(named[n] is p for n, p in every.items())
     assert {b.name for b in graph.buffers if b.persistent} == model.state_dict().keys() - every.keys()
     assert {op.module for op in graph.ops} <= {n for n, _ in model.named_modules()} | {""}
-    scalar_loss(zoo.job(name), model(**zoo.job(name).batch(0, 2)), {}).backward()
+    scalar_loss(nets.job(name), model(**nets.job(name).batch(0, 2)), {}).backward()
     reached = {n for n, p in own.items() if p.grad is not None}
     assert {p.name for p in graph.parameters if p.trainable} == reached
 
 
 @pytest.mark.sampled("two_encoders")
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     assert capture_of(job, 3).graph.fingerprint == graph_of(name).fingerprint
     if name in ("gpt", "gpt2", "bert", "llama", "mixtral"):
-        longer = zoo.token_batch(0, 2, length=zoo.LENGTH + 4)
+        longer = nets.token_batch(0, 2, length=nets.LENGTH + 4)
         assert capture(job, 2, batch=longer).graph.fingerprint == graph_of(name).fingerprint
 
 
 IN_ANOTHER_PROCESS = """
-import sys, zoo
+import sys, nets
 from pipeloom.tracer.capture import capture
 from pipeloom.ir.text import to_json
 for name in sys.argv[1:]:
-    print(to_json(capture(zoo.job(name), 2).graph, indent=0))
+    print(to_json(capture(nets.job(name), 2).graph, indent=0))
 """
 
 
 @pytest.mark.slow
 def test_every_process_captures_the_same_text() -> None:
-    expected = [to_json(graph_of(name), indent=0) for name in zoo.NAMES]
-    said = output("-c", IN_ANOTHER_PROCESS, *zoo.NAMES, env={"PYTHONHASHSEED": "77"})
-    assert said.splitlines()[-len(zoo.NAMES) :] == expected
+    expected = [to_json(graph_of(name), indent=0) for name in nets.NAMES]
+    said = output("-c", IN_ANOTHER_PROCESS, *nets.NAMES, env={"PYTHONHASHSEED": "77"})
+    assert said.splitlines()[-len(nets.NAMES) :] == expected
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_masks_and_rotary_tables_never_cross(name: str, stages: int) -> None:
 
 
 def test_random_ops_are_marked() -> None:
-    with_dropout = capture_of(zoo.with_dropout("gpt")).graph
+    with_dropout = capture_of(nets.with_dropout("gpt")).graph
     assert sum(op.random for op in with_dropout.ops) == 6  # attention and MLP of three blocks
     assert not any(op.random for op in graph_of("gpt").ops)
 
@@ -124,8 +124,12 @@ def untensored(seed: int, size: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (zoo.GPT, untensored, "'input_ids' is a list"),
-        (lambda: zoo.Skips().requires_grad_(False), zoo.vector_batch, "no parameter .* gradient"),
+        (nets.GPT, untensored, "'input_ids' is a list"),
+        (
+            lambda: nets.Skips().requires_grad_(False),
+            nets.vector_batch,
+            "no parameter .* gradient",
+        ),
     ],
 )
 def test_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
@@ -175,7 +179,7 @@ def test_a_forward_that_uses_none_of_the_copy_is_refused() -> None:
 
 
 def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:
-    counting = zoo.job("counting")
+    counting = nets.job("counting")
     captured = capture(counting, 2)
     evaluated = capture_evaluation(counting, captured, counting.batch(0, 2))
     assert captured.blueprint.model.training and captured.blueprint.model.norm.training

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import nets
 import pytest
 import torch
-import zoo
 from odd.case import WIDTH, Deciding, Stack, job
 from odd.gradients import CheckpointedInside, FullBackwardHook, OwnGradient, Signed, tripled
 from odd.state import NormTwice
@@ -128,7 +128,7 @@ def test_autocast_switched_off_or_asked_for(model: type[nn.Module], autocast: to
 @pytest.mark.slow
 def test_a_frozen_stage_under_autocast() -> None:
     """A stage without gradients ran without autocast."""
-    frozen = zoo.job("frozen")
+    frozen = nets.job("frozen")
     batches = [frozen.batch(1, 4)]
     count = sum(not op.cheap for op in capture_of(frozen, 2, autocast=torch.bfloat16).graph.ops)
     plan = even_plan(frozen, count, microbatches=2, schedule="gpipe", autocast=torch.bfloat16)

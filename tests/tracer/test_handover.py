@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import nets
 import pytest
 import torch
-import zoo
 from odd.decisions import JOBS as ODD
 from runs import even_plan, threads
 from torch import nn
@@ -42,9 +42,9 @@ class Attributes(nn.Module):
 
 
 JOBS = {
-    "gpt2": zoo.job("gpt2"),
-    "convnet": zoo.job("convnet"),
-    "attributes": Job(model=Attributes, batch=zoo.vector_batch, optimizer=zoo.sgd),
+    "gpt2": nets.job("gpt2"),
+    "convnet": nets.job("convnet"),
+    "attributes": Job(model=Attributes, batch=nets.vector_batch, optimizer=nets.sgd),
 }
 
 

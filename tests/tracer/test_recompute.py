@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import nets
 import pytest
 import torch
-import zoo
 from deep import ACTIVATION, DEPTH, GELU, ROWS, TANH, checkpoints
 from memory import Allocated, allocations
 from runs import Sums, capture_of, even
@@ -72,9 +72,9 @@ def facts(job: Job) -> dict[str, Residual]:
 
 
 @pytest.mark.sampled("convnet")
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     loss, gradients, _, _ = one_stage(job, {})
     can = [r for r in facts(job).values() if not r.obstacle]
     choose = random.Random(name)
@@ -118,7 +118,7 @@ class Seen(nn.Module):
     [(Dropped, "draws random numbers", "native_dropout"), (Seen, "reads buffer seen, which", "tanh")],
 )
 def test_what_cannot_be_made_again_is_kept(model: type[nn.Module], word: str, name: str) -> None:
-    job = Job(model=model, batch=zoo.vector_batch)
+    job = Job(model=model, batch=nets.vector_batch)
     found = facts(job)
     kept = [n for n, r in found.items() if word in r.obstacle]
     assert kept and all(n.startswith(name) for n in kept)
@@ -130,7 +130,7 @@ def test_what_cannot_be_made_again_is_kept(model: type[nn.Module], word: str, na
 
 
 def test_a_chain_ends_at_what_the_stage_receives_and_then_keeps_it() -> None:
-    job = zoo.job("gpt")
+    job = nets.job("gpt")
     captured = capture_of(job)
     graph = cut(captured.graph, even(captured.graph, 2))
     first = next(r for r in stage_residuals(captured, graph, 1).values() if r.sources)
@@ -143,7 +143,7 @@ def test_a_chain_ends_at_what_the_stage_receives_and_then_keeps_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_compiled_stages_recompute_too(ahead: bool) -> None:
-    job = zoo.job("gpt")
+    job = nets.job("gpt")
     everything: Policy = {name: "recompute" for name in facts(job)}
     loss, gradients, _, _ = one_stage(job, {})
     found, sums, _, _ = one_stage(job, everything, compiled=True, ahead=ahead)

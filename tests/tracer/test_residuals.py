@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import nets
 import pytest
 import torch
-import zoo
 from odd.decisions import JOBS as ODD
 from runs import capture_of, even
 
@@ -23,7 +23,7 @@ from pipeloom.tracer.job_calls import scalar_loss
 from pipeloom.tracer.stage.trace import stage_functions
 
 
-def eager(job: Job, batch: zoo.Batch) -> Counter[int]:
+def eager(job: Job, batch: nets.Batch) -> Counter[int]:
     """Sizes of the storages that autograd saves, parameters, buffers and the batch left out."""
     torch.manual_seed(0)
     model = job.model()
@@ -48,9 +48,9 @@ def ours(job: Job) -> Counter[int]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", [*zoo.OWN, "convnet"])
+@pytest.mark.parametrize("name", [*nets.OWN, "convnet"])
 def test_the_same_tensors_are_kept(name: str) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     assert ours(job) == eager(job, job.batch(0, 2))
 
 
@@ -66,7 +66,7 @@ def test_stages_of_modules_keep_as_many_bytes(name: str) -> None:
 def test_the_same_tensors_are_kept_with_padding(name: str) -> None:
     """Without padding Hugging Face leaves the mask out in eager mode, but not when traced: that would be
     a difference of theirs. Two masks of T5 are equal, and found so."""
-    job = replace(zoo.job(name), batch=zoo.masked_token_batch)
+    job = replace(nets.job(name), batch=nets.masked_token_batch)
     assert ours(job) + Counter([144] * (name == "t5")) == eager(job, job.batch(0, 2))
 
 
@@ -80,7 +80,7 @@ def test_dropout_of_probability_zero_keeps_nothing() -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return (self.b(self.between(self.a(x).relu())) - y).square().mean()
 
-    without, zero = (Job(model=lambda p=p: Twice(p), batch=zoo.vector_batch) for p in (None, 0.0))
+    without, zero = (Job(model=lambda p=p: Twice(p), batch=nets.vector_batch) for p in (None, 0.0))
     assert ours(zero) == ours(without)
 
 
@@ -114,9 +114,9 @@ def excused(captured: Captured, residual: str, more: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.sampled("gpt")
-@pytest.mark.parametrize("name", [*zoo.OWN, *zoo.FAMILIES])
+@pytest.mark.parametrize("name", [*nets.OWN, *nets.FAMILIES])
 def test_a_planner_names_what_the_stages_keep(name: str) -> None:
-    captured = capture_of(zoo.job(name))
+    captured = capture_of(nets.job(name))
     profile = measure(captured, budget_s=0.0)
     for count in (1, 3):
         graph = cut(captured.graph, even(captured.graph, count))
@@ -136,7 +136,7 @@ def test_a_planner_names_what_the_stages_keep(name: str) -> None:
 
 def test_a_plan_may_name_what_another_devices_kernel_keeps() -> None:
     """Attention keeps the random state on some devices: one more result of the op, which is not here."""
-    captured = capture_of(zoo.job("gpt"))
+    captured = capture_of(nets.job("gpt"))
     stages = cut(captured.graph, even(captured.graph, 1))
     names = stage_functions(captured, stages, 0).residual_bytes
     attention = next(name for name in names if name.startswith("scaled_dot_product_attention"))

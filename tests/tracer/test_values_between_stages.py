@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import nets
 import pytest
 import torch
-import zoo
 from batches import normal
 from odd.case import images, job
 from odd.values import Attention, DroppingEncoder, Einsum, Encoder, Mixer, SharedHead, TurnedValues
@@ -31,15 +31,15 @@ ROWS = 2
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)
 PRODUCTS = [
-    job(model, normal(x=(12, 16)), optimizer=zoo.sgd)
+    job(model, normal(x=(12, 16)), optimizer=nets.sgd)
     for model in (SharedHead, Attention, Einsum, Mixer, Encoder)
 ]
-DROPPING = job(DroppingEncoder, normal(x=(12, 16)), optimizer=zoo.sgd)
+DROPPING = job(DroppingEncoder, normal(x=(12, 16)), optimizer=nets.sgd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", [TURNED, *PRODUCTS, DROPPING, zoo.job("t5")], ids=lambda made: made.name.lower()
+    "made", [TURNED, *PRODUCTS, DROPPING, nets.job("t5")], ids=lambda made: made.name.lower()
 )
 def test_at_every_cut_stages_keep_what_the_plan_says(made: Job) -> None:
     captured = capture_of(made, ROWS)

@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 from commands import figures, good
 from compiled import KnownRatios
-from tests.support import zoo
+from tests.support import nets
 
 from pipeloom import Pipeline, plan as plan_job
 from pipeloom.commands.plan import reported
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.text import parse_bytes
+from pipeloom.plan_settings import PlanSettings
 from pipeloom.planning import make_request, plan_size
-from pipeloom.settings import PlanSettings
 from pipeloom.step_reports import StepReport
 from pipeloom.train.loop import LONG_STEP_S
 from pipeloom.train.measured_steps import why_not_rehearsed
@@ -131,7 +131,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step_and_the_gap_to_the_bou
     notes = {"search.bound_s": "0.16", "search.ended": "converged"}
     for what, step_s in (("branches", "0.2"), ("no_branches", "0.3")):
         notes |= {f"{what}.step_s": step_s, f"{what}.depth": "3", f"{what}.peak_bytes": "5"}
-    simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    simulated = plan_job(nets.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     plan = replace(simulated, predicted_step_s=0.2, notes=notes)
     told = reported(plan, [], proof=None, times="profile", rehearsed_s=0.5)
     assert (told["predicted_step_s"], told["profiled_step_s"]) == (0.5, 0.2)
@@ -144,7 +144,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step_and_the_gap_to_the_bou
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     request = make_request(ranks=1, microbatches=2, microbatch_size=2)
-    made, _ = plan_size(request, zoo.job("skips"))
+    made, _ = plan_size(request, nets.job("skips"))
     assert why_not_rehearsed(request, made) == ""
     for plan, word in (
         (replace(made, predicted_step_s=2 * LONG_STEP_S), "as long as a few steps"),

@@ -1,21 +1,21 @@
-"""The same numbers as one process, for every model of the zoo, cut and schedule."""
+"""The same numbers as one process, for every model of `nets`, cut and schedule."""
 
 from dataclasses import replace
 from functools import cache
 
+import nets
 import pytest
-import zoo
 from runs import Numbers, assert_same, capture_of, cuttable, even_plan, pipelined, plain
 
 SIZES = {"microbatches": 4, "microbatch_size": 2}
-DOUBLE = {name: name != "mixtral" for name in zoo.NAMES}
+DOUBLE = {name: name != "mixtral" for name in nets.NAMES}
 """Mixtral's experts have no kernel for float64."""
 
 
 @cache
 def expected(name: str) -> Numbers:
     """Two steps and an evaluation in plain PyTorch."""
-    job = zoo.job(name, double=DOUBLE[name])
+    job = nets.job(name, double=DOUBLE[name])
     batches = [job.batch(seed, 8) for seed in range(3)]
     return plain(job, batches[:2], 4, evaluate=batches[2:])
 
@@ -24,9 +24,9 @@ def expected(name: str) -> Numbers:
 @pytest.mark.parametrize("way", ["whole", "split"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_every_model_and_setting(name: str, stages: int, schedule: str, way: str) -> None:
-    job = zoo.job(name, double=DOUBLE[name])
+    job = nets.job(name, double=DOUBLE[name])
     batches = [job.batch(seed, 8) for seed in range(3)]
     plan = even_plan(job, stages, schedule=schedule, split=way == "split", **SIZES)
     numbers, evaluate = expected(name), batches[2:]
@@ -37,10 +37,10 @@ def test_every_model_and_setting(name: str, stages: int, schedule: str, way: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*zoo.OWN, "convnet"])
+@pytest.mark.parametrize("name", [*nets.OWN, "convnet"])
 def test_every_op_is_a_stage(name: str) -> None:
     """The finest cut there is, on two ranks. Stages of ops that only train have no evaluation."""
-    job = zoo.job(name, double=True)
+    job = nets.job(name, double=True)
     batches = [job.batch(seed, 8) for seed in range(2)]
     stages = len(cuttable(capture_of(job).graph))
     plan = even_plan(

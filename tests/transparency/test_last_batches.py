@@ -3,8 +3,8 @@
 
 from functools import partial
 
+import nets
 import pytest
-import zoo
 from odd.case import job
 from odd.values import CountsRows
 from runs import assert_same, even_plan, pipelined, plain, treated_plan
@@ -13,7 +13,12 @@ from pipeloom import Job
 from pipeloom.ir.errors import BatchError
 from pipeloom.ir.plan import Plan
 
-GPT = Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, optimizer=zoo.sgd, name="gpt")
+GPT = Job(
+    model=partial(nets.GPT, 8, 1),
+    batch=nets.token_batch,
+    optimizer=nets.sgd,
+    name="gpt",
+)
 
 
 def check(job: Job, plan: Plan) -> None:
@@ -30,7 +35,7 @@ def test_a_last_batch_is_trained_on() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
 def test_a_last_batch_of_a_library_s_model(name: str) -> None:
-    check(zoo.job(name), even_plan(zoo.job(name), 3, microbatches=3))
+    check(nets.job(name), even_plan(nets.job(name), 3, microbatches=3))
 
 
 @pytest.mark.slow
@@ -53,6 +58,6 @@ def test_with_a_memory_policy(treatment: str) -> None:
 
 
 def test_what_eager_pytorch_refuses_is_refused_with_its_reason() -> None:
-    job = zoo.job("counting")
+    job = nets.job("counting")
     with pytest.raises(BatchError, match="Expected more than 1 value per channel when training"):
         pipelined(job, even_plan(job, 2, microbatches=2), [job.batch(0, 2)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import nets
 import pytest
 import torch
-import zoo
 from ledgers import sends_are_through_at_once
 from odd.decisions import JOBS
 from runs import assert_same_bits, capture_of, each_rank, even, pipelined, plan_for
@@ -41,7 +41,7 @@ def all_away(job: Job, stages: int, *, autocast: torch.dtype | None = None, **ho
 
 @pytest.mark.slow
 def test_autocast_and_accumulation() -> None:
-    job = zoo.job("gpt")
+    job = nets.job("gpt")
     plan = all_away(job, 2, autocast=torch.bfloat16)
     batches = [job.batch(1, 16)]
     how = {"autocast": torch.bfloat16, "accumulate": 2, "clip_norm": 0.5}
@@ -61,10 +61,10 @@ def test_a_model_cut_between_modules_is_refused() -> None:
 
 @pytest.mark.sampled("gpt-gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", ["gpt", *zoo.FAMILIES])
+@pytest.mark.parametrize("name", ["gpt", *nets.FAMILIES])
 @sends_are_through_at_once()
 def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     plan = all_away(job, 2, schedule=schedule)
     leaving, coming = FileTier.offload, FileCopy.reload
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
+import nets
 import pytest
 import torch
-import zoo
 from odd.case import Between, job
 from odd.decisions import JOBS, LeftInAList, NoModules, RoutesBetween, ThroughViews
 from odd.gradients import CheckpointedOldWay
@@ -78,10 +78,10 @@ def test_compiled_modules() -> None:
 
 @pytest.mark.sampled("skips-2")
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", nets.NAMES)
 def test_models_that_export_can_capture(name: str, stages: int) -> None:
     """Cutting between modules does not depend on why export failed: any model can be cut so."""
-    job = replace(zoo.job(name), name=f"{name} by modules")
+    job = replace(nets.job(name), name=f"{name} by modules")
     with patch("pipeloom.tracer.capture.export_watched", side_effect=CaptureError("not asked")):
         ops = len(capture_of(job).graph.ops)
         check(job, min(stages, ops), "1f1b", split=True)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from functools import cache
 
+import nets
 import pytest
-import zoo
 from delayed import steady_plan
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
 from odd.case import job as job_of
@@ -91,7 +91,7 @@ def test_without_backwards_a_pipeline_evaluates_and_does_not_train() -> None:
 
 
 def test_replicas_do_not_update_the_same_buffer() -> None:
-    job = zoo.job("convnet")
+    job = nets.job("convnet")
     with pytest.raises(PlanError, match="runs each stage on two ranks, but the forward updates"):
         pipelined(job, plan_of(job, "chimera", 2, microbatches=2), [job.batch(0, 2)])
 
@@ -113,18 +113,18 @@ SEVERAL_STAGES = ["interleaved_1f1b", "zb_v", "v_half", "hanayo", "chimera", "du
 @pytest.mark.parametrize("name", SEVERAL_STAGES)
 def test_dropout_draws_the_same_numbers(name: str) -> None:
     """Whichever replica runs a micro-batch, its masks are those of the uncut graph."""
-    job = zoo.with_dropout("gpt")
+    job = nets.with_dropout("gpt")
     result = verify(job, plan_of(job, name, 2, microbatches=4), options=Options(seed=3))
     result.require()
     assert result.reference.startswith("the module itself, eager")
 
 
 OTHERS = {
-    "llama": (zoo.job("llama", double=True), 4, 1),
-    "T5, whose decoder stages all read the encoder": (zoo.job("t5", double=True), 4, 1),
-    "uneven micro-batches, twice": (zoo.job("gpt", double=True), 21, 2),
-    "cut between modules": (zoo.in_double(JOBS["skips"]), 8, 1),
-    "branches between modules": (zoo.in_double(JOBS["branch between blocks"]), 8, 1),
+    "llama": (nets.job("llama", double=True), 4, 1),
+    "T5, whose decoder stages all read the encoder": (nets.job("t5", double=True), 4, 1),
+    "uneven micro-batches, twice": (nets.job("gpt", double=True), 21, 2),
+    "cut between modules": (nets.in_double(JOBS["skips"]), 8, 1),
+    "branches between modules": (nets.in_double(JOBS["branch between blocks"]), 8, 1),
 }
 """Job, rows of a batch, and how many steps are added up."""
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nets
 import pytest
-import zoo
 from deep import GELU
 from hypothesis import Phase, given, settings, strategies as st
 from programs import policies
@@ -33,7 +33,7 @@ from pipeloom.schedules import registry
 ROWS = 64
 
 
-JOB = zoo.in_double(replace(GELU, name="deep"))
+JOB = nets.in_double(replace(GELU, name="deep"))
 
 
 def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nets
 import pytest
 import torch
 import transformers as hf
-import zoo
 from optimizers import MuonAndAdamW
 from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
 from torch import Tensor, nn
@@ -90,8 +90,8 @@ def smoothed(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def family(name: str, *, double: bool) -> Job:
     """In float32 with its own loss, in float64 with labels smoothed."""
-    single = Job(model=FAMILIES[name], batch=batch, optimizer=zoo.sgd, name=name)
-    return replace(zoo.in_double(single), loss=smoothed) if double else single
+    single = Job(model=FAMILIES[name], batch=batch, optimizer=nets.sgd, name=name)
+    return replace(nets.in_double(single), loss=smoothed) if double else single
 
 
 class Net(nn.Module):
@@ -138,12 +138,12 @@ def with_loss(name: str) -> Job:
     return Job(
         model=lambda: Net(LOSSES[name], bias=len(name) % 2 == 0).double(),
         batch=batch,
-        optimizer=zoo.sgd,
+        optimizer=nets.sgd,
         name=name,
     )
 
 
-GPT = zoo.in_double(Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, name="gpt"))
+GPT = nets.in_double(Job(model=partial(nets.GPT, 8, 1), batch=nets.token_batch, name="gpt"))
 
 
 @pytest.mark.slow
@@ -264,13 +264,13 @@ def test_a_trainer_made_for_one_process_saves_whole_states(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("make", [MuonAndAdamW, torch.optim.Adafactor])
 def test_optimizers_of_whole_matrices_are_refused(make: Callable[..., torch.optim.Optimizer]) -> None:
-    job = replace(zoo.job("gpt"), optimizer=make)
+    job = replace(nets.job("gpt"), optimizer=make)
     captured = split_words(capture_of(job), {"tokens.weight": 2})
     with pytest.raises(PlanError, match="rows"):
         planning.with_updates(captured.graph, job)
 
 
-@pytest.mark.parametrize("split", [{"nothing": 2}, {"tokens.weight": zoo.VOCABULARY + 1}])
+@pytest.mark.parametrize("split", [{"nothing": 2}, {"tokens.weight": nets.VOCABULARY + 1}])
 def test_what_cannot_be_split_is_refused(split: dict[str, int]) -> None:
     with pytest.raises(PlanError, match="split"):
-        split_words(capture_of(zoo.job("gpt")), split)
+        split_words(capture_of(nets.job("gpt")), split)

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nets
 import pytest
 import torch
-import zoo
 from plain_net import two_linears
 from runs import Numbers, assert_same, each_rank, even_plan, pipelined, plain
 
@@ -21,12 +21,17 @@ TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
 
 
-GPT, TIED = (zoo.job(name, double=True) for name in ("gpt", "tied_thrice"))
+GPT, TIED = (nets.job(name, double=True) for name in ("gpt", "tied_thrice"))
 LR = torch.optim.lr_scheduler
 
 
 def compare(
-    job: Job, batches: list[zoo.Batch], *, stages: int = 3, microbatches: int = 2, **options: object
+    job: Job,
+    batches: list[nets.Batch],
+    *,
+    stages: int = 3,
+    microbatches: int = 2,
+    **options: object,
 ) -> Numbers:
     """Pipeline and plain PyTorch with the same options; returns the pipeline's numbers."""
     rounds = options.get("accumulate", 1)
@@ -40,7 +45,7 @@ def compare(
     return found
 
 
-def steps(job: Job, count: int, rows: int = 4) -> list[zoo.Batch]:
+def steps(job: Job, count: int, rows: int = 4) -> list[nets.Batch]:
     return [job.batch(seed, rows) for seed in range(count)]
 
 
@@ -69,10 +74,10 @@ def test_options(job: Job, rows: list[int], options: dict[str, object]) -> None:
 def test_losses_weighted_by_tokens() -> None:
     """Micro-batches with few real tokens count less, as if the whole batch were one."""
     job = Job(
-        model=lambda: zoo.GPT(layers=2).double(),
+        model=lambda: nets.GPT(layers=2).double(),
         batch=lambda seed, size: uneven_tokens(seed, size),
-        weight=zoo.shifted_tokens,
-        optimizer=zoo.sgd,
+        weight=nets.shifted_tokens,
+        optimizer=nets.sgd,
     )
     batches = steps(job, 2)
     found = compare(job, batches)
@@ -80,8 +85,8 @@ def test_losses_weighted_by_tokens() -> None:
     assert found.losses == pytest.approx(whole.losses, rel=1e-12)
 
 
-def uneven_tokens(seed: int, size: int) -> zoo.Batch:
-    batch = zoo.token_batch(seed, size)
+def uneven_tokens(seed: int, size: int) -> nets.Batch:
+    batch = nets.token_batch(seed, size)
     for row in range(size):
         batch["labels"][row, 2 + (seed + 3 * row) % 9 :] = -100
     return batch
@@ -90,28 +95,28 @@ def uneven_tokens(seed: int, size: int) -> zoo.Batch:
 @pytest.mark.slow
 def test_an_uneven_batch_and_other_lengths() -> None:
     """Seven rows for two micro-batches, then longer sequences, then the planned size again."""
-    longer = zoo.token_batch(2, 4, length=zoo.LENGTH + 5)
+    longer = nets.token_batch(2, 4, length=nets.LENGTH + 5)
     compare(GPT, [GPT.batch(0, 4), GPT.batch(1, 7), longer, GPT.batch(3, 4)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.DROPOUT)
+@pytest.mark.parametrize("name", nets.DROPOUT)
 def test_dropout_is_the_same_for_any_cut(name: str) -> None:
-    job = zoo.with_dropout(name)
+    job = nets.with_dropout(name)
     batches = steps(job, 2, rows=6)
     uncut = pipelined(job, even_plan(job, 1, microbatches=3), batches, evaluate=batches[:1])
     for stages, schedule, split in ((2, "1f1b", True), (4, "gpipe", False)):
         plan = even_plan(job, stages, microbatches=3, schedule=schedule, split=split)
         found = pipelined(job, plan, batches, evaluate=batches[:1])
         assert_same(found, uncut, tolerance=1e-5)
-    without = replace(job, model=zoo.DROPOUT[name][0])
+    without = replace(job, model=nets.DROPOUT[name][0])
     again = pipelined(without, even_plan(without, 1, microbatches=3), batches)
     other_seed = pipelined(job, even_plan(job, 1, microbatches=3), batches, seed=1)
     assert again.losses == uncut.losses != other_seed.losses
 
 
 def test_dropout_differs_between_steps_and_microbatches() -> None:
-    job = replace(zoo.with_dropout("gpt"), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    job = replace(nets.with_dropout("gpt"), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
     batch = job.batch(0, 2)
     twice = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
     found = pipelined(job, even_plan(job, 1, microbatches=1), [batch, batch])
@@ -128,7 +133,7 @@ gradients in bfloat16 and we in float32; Llama's grouped heads are summed in ano
 @pytest.mark.sampled("frozen")
 @pytest.mark.parametrize("name", BFLOAT)
 def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
-    job = zoo.job(name)
+    job = nets.job(name)
     batches = steps(job, 1)
     expected = plain(job, batches, 2, autocast=torch.bfloat16)
     for stages in (1, 3):

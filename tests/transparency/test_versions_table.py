@@ -11,7 +11,7 @@ from small import alike
 
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weights import Updates
+from pipeloom.ir.weight_policies import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules.registry import build_steady
 from pipeloom.simulator.simulate import simulate

@@ -31,7 +31,7 @@ from ..ir.message_index import NO_ROUTE
 from ..ir.operation import writes_gradients
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.weights import reductions
+from ..ir.weight_policies import reductions
 from .deadlock import Needs, prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]

@@ -4,7 +4,7 @@ instead of numbers.
     0B0 0B1 ... 0B7   the gradient of stage 0 for the update: micro-batches 0 to 7, once each
     0REDUCE           ... and that of the other ranks that read the same parameter, once each
     0STEP             one rank, or each that holds it, updates it; micro-batches use it from the version on
-                      that the rule of `ir.weights` says
+                      that the rule of `ir.weight_policies` says
 
 What `checks.programs` says of a program holds already: all actions are there, once, and nothing blocks.
 """
@@ -21,7 +21,7 @@ from ..ir.columns import B_, F_, I_, RECOMPUTE_, REDUCE_, STEP_, W_, Ints, Rows
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from ..ir.weights import FLUSH, OptimizerShares, Reduction, Updates, for_owners, reductions
+from ..ir.weight_policies import FLUSH, OptimizerShares, Reduction, Updates, for_owners, reductions
 from .weight_versions import versions
 
 Sums = Sequence[Sequence[Reduction]]

@@ -1,8 +1,8 @@
 """The rule for weight versions: a micro-batch's forward and backward use the same one, and it is still kept.
 
-Which version that is says the policy, see `ir.weights`. Version 0 is there at the start; version t + 1
-of a stage is made as soon as it has the gradients of the micro-batches t * every to (t + 1) * every - 1, if
-it has made version t.
+Which version that is says the policy, see `ir.weight_policies`. Version 0 is there at the start; version t +
+1 of a stage is made as soon as it has the gradients of the micro-batches t * every to (t + 1) * every - 1,
+if it has made version t.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..ir.columns import B_, W_
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
-from ..ir.weights import Updates
+from ..ir.weight_policies import Updates
 
 
 @dataclass(frozen=True, kw_only=True)

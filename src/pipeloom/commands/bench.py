@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..ir.text import format_bytes
-from ..settings import ROWS_OR_COUNT
+from ..plan_settings import ROWS_OR_COUNT
 from .common import (
     MODEL_HELP,
     emit,

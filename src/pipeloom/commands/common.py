@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from ..clusters.names import find_cluster
 from ..ir.errors import ConfigError, PipeloomError, as_sentence, did_you_mean, shown
 from ..ir.text import as_plain, finite, load_noun
-from ..settings import PlanSettings
+from ..plan_settings import PlanSettings
 from ..viewer.table import Table
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import click
 
 from ..ir.errors import ConfigError
 from ..ir.text import format_bytes, show_time
-from ..settings import ROWS_OR_COUNT
+from ..plan_settings import ROWS_OR_COUNT
 from ..viewer.table import Column, Table
 from .common import (
     FILE,

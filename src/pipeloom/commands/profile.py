@@ -50,7 +50,7 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
-    from ..options import named_device
+    from ..run_options import named_device
 
     exclusive("cluster", "device", hint="leave out one: with a cluster nothing is measured")
     exclusive(

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import format_bytes, show_share, write_whole
-from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..ir.weight_policies import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
 from .common import FILE, NEW_FILE, Command, OneOf, emit, exclusive, json_option
 

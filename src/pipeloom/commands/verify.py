@@ -10,7 +10,7 @@ import click
 
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
-from ..settings import LARGEST
+from ..plan_settings import LARGEST
 from .common import (
     FILE,
     MODEL_HELP,

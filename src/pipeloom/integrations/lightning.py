@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ..ir.errors import ConfigError, of_type
-from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
+from ..run_options import Options
 from ..runtime.batches import off_mean
 from ..runtime.connect import connect
 from ..tracer.job_calls import evaluation_mode

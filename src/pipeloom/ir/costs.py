@@ -32,7 +32,7 @@ class StageCost:
     transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
         action, on top of all that is held before it and of the residuals and messages that it makes.
     tied_bytes: gradient bytes of each parameter that the stage shares with others, by name (REDUCE).
-    for_owners: those of them that are summed for one owner only, see `ir.weights`.
+    for_owners: those of them that are summed for one owner only, see `ir.weight_policies`.
     pair_s: kinds -> time of a pair whose first action is this stage's, such as {"F&B": 2.5}.  pair_factor:
         of the sum of both times, where `pair_s` says nothing; below 1 they gain from running as one unit.
     """

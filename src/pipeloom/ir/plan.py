@@ -25,7 +25,7 @@ from .schedule import Schedule, parse_pairs, parse_rows, rows_text
 from .stages import StageGraph, cut, replicate
 from .steady import SteadyStep, parse_steady
 from .text import load_noun, odd_figure, save_noun
-from .weights import FLUSH, WEIGHT_POLICIES, Updates
+from .weight_policies import FLUSH, WEIGHT_POLICIES, Updates
 
 SCHEMA = 1
 
@@ -88,11 +88,11 @@ class Plan:
     batch: shapes it was made for (see Profile.batch).
     caps: bytes each rank may hold, empty for no cap.  peaks: bytes that each holds in the simulated step.
     memory: what becomes of the residuals of each stage.
-    weights: name of the policy by which they are updated, see `ir.weights`.
+    weights: name of the policy by which they are updated, see `ir.weight_policies`.
     delay_correction, warm_up_with_flush: of updates without a flush, see `Updates`.
     clips: planned for gradients that are clipped by their norm over all ranks.
     master_weights: planned for float32 copies of parameters of lower precision, in which they are updated.
-    shard_optimizer: replicas share out the optimizer's state (`ir.weights`).
+    shard_optimizer: replicas share out the optimizer's state (`ir.weight_policies`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
     width: pipelines side by side; a schedule of two directions has replicas in one of them.

@@ -10,7 +10,7 @@ of its stages is done. There REDUCE only begins the sums, and STEP stands as lat
 first forward that may use the new version. Without sums STEP stands where the gradients are complete, so that
 one set of gradient buffers is enough.
 
-A schedule without backwards gets none. See `ir.weights` for what a REDUCE stands for.
+A schedule without backwards gets none. See `ir.weight_policies` for what a REDUCE stands for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ir.errors import ScheduleError
 from ..ir.operation import writes_gradients
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.weights import Updates
+from ..ir.weight_policies import Updates
 
 
 def add_optimizer(program: Program, stages: StageGraph, *, updates: Updates | None = None) -> Program:

@@ -9,7 +9,7 @@ from ..ir.columns import Rows
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from ..ir.weights import Updates
+from ..ir.weight_policies import Updates
 from .memory import add_memory
 from .optimizer import add_optimizer
 from .transfers import add_transfers, join_pairs

@@ -23,7 +23,7 @@ from ..ir.operation import follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep
-from ..ir.weights import Updates
+from ..ir.weight_policies import Updates
 from .passes import lower
 
 Cut = tuple[tuple[Action, ...], ...]

@@ -15,7 +15,7 @@ from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..ir.weights import names_for_owners, optimizer_shares
+from ..ir.weight_policies import names_for_owners, optimizer_shares
 from ..lowering.passes import lower
 from ..schedules import registry
 from ..simulator.all_reduce import all_gather_s

@@ -26,7 +26,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
-from ..ir.weights import optimizer_shares
+from ..ir.weight_policies import optimizer_shares
 from ..lowering.passes import lower
 from .candidate import EQUAL_TIMES
 from .notes import branch_figures

@@ -38,12 +38,13 @@ from .own_search import (
 )
 from .refusals import fits, refuse_nonsense, scale_caps
 from .request import Planner, PlanOptions, Request, SearchWatch
-from .schedule_names import schedule_names
+from .schedules_to_try import schedules_to_try
 from .search.cut_search import Search
 from .search.layer_groups import whole_modules
 from .search.problem import Cuts
 from .stage_cost.tensors import Readers
 from .strategies.dawnpiper import dawnpiper
+from .strategies.exact import balanced, equal, exact
 from .strategies.graph_chains import (
     pipedream_graph_layers,
     pipedream_graph_ops,
@@ -53,7 +54,6 @@ from .strategies.graph_chains import (
 from .strategies.graphpipe import shallow_cuts
 from .strategies.pipedream import pipedream, pipedream_repo, vpipe
 from .strategies.probe import filled, probe
-from .strategies.simple import balanced, equal, exact
 
 FREEING = ("probe", "vpipe", "pipedream", "dawnpiper-alone")
 """Planners whose searches are made, where a schedule offloads, until one of them finds a plan."""
@@ -173,9 +173,9 @@ def _fill(search: Search) -> Cuts:
 
 
 def offloading_schedules(request: Request) -> tuple[str, ...]:
-    """Those that PipeOffload leaves to its user, see schedule_names.py."""
+    """Those that PipeOffload leaves to its user, see schedules_to_try.py."""
     places = len(Readers(request.graph).cut_points) - 1
-    return schedule_names(len(request.cluster.devices), places, copies=request.may_offload)
+    return schedules_to_try(len(request.cluster.devices), places, copies=request.may_offload)
 
 
 def search_of(request: Request, name: str) -> Search:

@@ -22,10 +22,10 @@ from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
-from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..ir.weight_policies import WEIGHT_POLICIES, Updates
+from ..plan_settings import PlanSettings
 from ..schedules import registry
 from ..schedules.language.names import LIMIT, parse_name
-from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, branch_orders, decompose, deepen, graph_edges
 from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .search.cut_search import Search

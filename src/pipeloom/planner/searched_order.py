@@ -19,7 +19,7 @@ from ..ir.plan import Plan
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..ir.weights import WEIGHT_POLICIES
+from ..ir.weight_policies import WEIGHT_POLICIES
 from ..schedules import registry
 from ..schedules.search import search
 from ..schedules.search.orders import lower_bound

@@ -23,7 +23,7 @@ from ..ir.costs import StageCost
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
 from ..ir.stages import StageGraph
-from ..ir.weights import Reduction
+from ..ir.weight_policies import Reduction
 from ..tracer.stage.functions import StageFunctions
 from .channel import Channel, dist_channel
 from .connect import connect, watch_ranks

@@ -3,8 +3,8 @@
 Names are made from the model's own FQNs: `model.<fqn>` for parameters and buffers, `optimizer.<fqn>.<state
 name>` for optimizer state that is a tensor, `previous.<fqn>` for the version of the weights before the
 newest. Each rank writes one safetensors file with the tensors of which it is the lowest holder; all else
-stands in JSON (`checkpoint_files`). Of a parameter that is split by words each rank writes the rows that it
-has, and reads those that it needs, whatever parts they were saved in.
+stands in JSON (`checkpoint_directory`). Of a parameter that is split by words each rank writes the rows
+that it has, and reads those that it needs, whatever parts they were saved in.
 
 Hyper-parameters belong to a parameter, not to a numbered group, so that they find their way when parameters
 are spread over other ranks.
@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 
 from ..ir.errors import CheckpointError, of_type, shown
 from ..ir.graph import PartRows
-from . import checkpoint_files as files
+from . import checkpoint_directory as files
 from .channel import Channel
-from .checkpoint_files import SCHEMA, Index
+from .checkpoint_directory import SCHEMA, Index
 
 T = TypeVar("T")
 
@@ -49,8 +49,8 @@ class TrainState:
         stands under its first FQN on every rank that has a replica; the lowest such rank writes it.
     optimizers: each parameter they hold must be one of `parameters` (the same object).
     aliases: other FQN of a tied parameter -> its first FQN.
-    previous: trained parameters of the version before the newest, see `ir.weights`; empty without one.
-        Loading adds those that the checkpoint has, if `keeps_previous`.
+    previous: trained parameters of the version before the newest, see `ir.weight_policies`; empty without
+        one. Loading adds those that the checkpoint has, if `keeps_previous`.
     rows: of the parameters that are parts of one.
     """
 

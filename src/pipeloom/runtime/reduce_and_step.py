@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ir.stages import StageGraph
-from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
+from ..ir.weight_policies import OptimizerShares, Reduction, for_owners, reductions
 from .channel import Channel, PendingSum
 from .operations import meetings
 from .transport import SumGroup
@@ -113,7 +113,7 @@ class ReduceAndStep:
     def reduce_tied_gradients(self, work: RankWork) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
-        One sum for each set of ranks and dtype (`ir.weights`), or for each owner of a part of them;
+        One sum for each set of ranks and dtype (`ir.weight_policies`), or for each owner of a part of them;
         all are begun before one is awaited. What another rank owns is then forgotten here.
         """
         if not self.update:

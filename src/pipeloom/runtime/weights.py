@@ -3,7 +3,7 @@
 Gradients are added into buffers that live as long as the parameters do, as soon as a backward makes them:
 no second copy of a stage's gradients ever exists, unless updates wait for sums while the next step runs.
 
-Where a policy keeps versions (`ir.weights`), they are chosen by reference. Torch's optimizers work in
+Where a policy keeps versions (`ir.weight_policies`), they are chosen by reference. Torch's optimizers work in
 place, so an update copies the newest parameters once, into the buffers of a version that nobody needs:
 
     before   newest = A   previous = B           B's micro-batches are all through
@@ -12,7 +12,7 @@ place, so an update copies the newest parameters once, into the buffers of a ver
     after    newest = B   previous = A           no byte is copied when actions change versions
 
 An update that is corrected for its delay begins with B <- a mean of B and A, and ends beyond what the
-optimizer makes of it (`ir.weights`).
+optimizer makes of it (`ir.weight_policies`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.graph import PartRows, UpdateBytes, step_bytes
-from ..ir.weights import OptimizerShares, Updates
+from ..ir.weight_policies import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from ..tracer.tensors import storage_bytes, tensors_of
 from .optimizer_bytes import (
@@ -315,8 +315,8 @@ class Weights:
         old = {}
         for name, tensor in copy.items():
             param = self.params[name]
-            # Y = (W(b) + c W(b - 1)) / (1 + c), see `ir.weights`. Of two versions W(b - 1) lies in the very
-            # buffer that takes Y, which does no harm as each entry is read before it is written.
+            # Y = (W(b) + c W(b - 1)) / (1 + c), see `ir.weight_policies`. Of two versions W(b - 1) lies in
+            # the very buffer that takes Y, which does no harm as each entry is read before it is written.
             if previous:
                 torch.lerp(previous[name], param.data, 1 / (1 + updates.correction), out=tensor)
             else:

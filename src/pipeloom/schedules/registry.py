@@ -23,9 +23,9 @@ from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
 from ..ir.user_code import own_errors_told
-from ..ir.weights import FLUSH, Updates
+from ..ir.weight_policies import FLUSH, Updates
 from .copies import Copies, place_copies
-from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, zero_bubble as zb
+from .families import bidirectional as two_ways, grouped, one_f_one_b, v_shape as vee, zero_bubble as zb
 from .formats import read_schedule
 from .language.names import (
     ALIASES,
@@ -70,7 +70,7 @@ class Entry:
     copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.
-    lacks: what a runtime must have to run it and has not.  weights: its policy of updates, see `ir.weights`.
+    lacks: what a runtime must have to run it and has not.  weights: its policy of updates.
     """
 
     family: Family | None = None
@@ -151,13 +151,13 @@ SLICES = "sequence slices"
 _OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
 
 FAMILIES: dict[str, Family | Entry] = {
-    "forward_only": Entry(family=simple.forward_only, about="forwards, for evaluation"),
-    "gpipe": Entry(family=simple.gpipe, about="all forwards, then all backwards"),
-    "1f1b": Entry(family=simple.one_f_one_b, about="one forward, one backward"),
-    "eager_1f1b": Entry(recipe=simple.eager_1f1b, about="1F1B with twice the warm-up"),
+    "forward_only": Entry(family=one_f_one_b.forward_only, about="forwards, for evaluation"),
+    "gpipe": Entry(family=one_f_one_b.gpipe, about="all forwards, then all backwards"),
+    "1f1b": Entry(family=one_f_one_b.one_f_one_b, about="one forward, one backward"),
+    "eager_1f1b": Entry(recipe=one_f_one_b.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
-    "async_1f1b": Entry(recipe=simple.async_1f1b, about="1F1B without a flush", weights="stash"),
+    "async_1f1b": Entry(recipe=one_f_one_b.async_1f1b, about="1F1B without a flush", weights="stash"),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
     "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),
@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family | Entry] = {
         offload=lambda s: s.chunks,
         **_OFFLOADS,
     ),
-    "seq1f1b": Entry(recipe=simple.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
+    "seq1f1b": Entry(recipe=one_f_one_b.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
 }
 
 

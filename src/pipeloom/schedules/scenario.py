@@ -22,7 +22,7 @@ from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.text import format_bytes, load_noun, parse_bytes
 from ..ir.timeline import Timeline
-from ..ir.weights import Updates
+from ..ir.weight_policies import Updates
 from ..lowering.passes import lower
 from ..simulator.idle_time.explain import explain_idle_time
 from ..simulator.memory_limit import check_memory_limit

@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
 from ..ir.text import dotted, parse_toml, shortened
-from ..settings import LARGEST, ROWS_OR_COUNT, PlanSettings, setting
+from ..plan_settings import LARGEST, ROWS_OR_COUNT, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]

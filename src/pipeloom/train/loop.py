@@ -8,20 +8,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from ..ir.errors import CheckpointError, PipeloomError
 from ..ir.timeline import Timeline
 from ..pipeline import Pipeline
-from ..step_reports import StepReport
 from .config import Config, read_config
-from .progress import StepProgress
+from .progress import StepProgress, figures_of
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .replan import Replans
 from .run_directory import METRICS, Metrics, read_metrics
-from .workload import Batch, Workload, rate_share, tokens_of
+from .workload import Workload, rate_share
 
 LONG_STEP_S = 6.0
 """Before a step that takes longer nothing runs that was not asked for: no rehearsals and no validation."""
@@ -142,7 +140,7 @@ def train(
                     rehearsals.after(done - 1)
                     validation = validate(pipeline, config, workload) if validates else validation
                 if metrics is not None and progress is not None:
-                    figures = _figures(done, report, config, workload, workload.train(done - 1))
+                    figures = figures_of(done, report, config, workload, workload.train(done - 1))
                     figures["rehearsed_step_s"] = rehearsed_s if done == step + 1 else None
                     metrics.write(figures | {"validation_loss": validation if validates else None})
                     progress.show(figures | {"validation_loss": validation})
@@ -195,22 +193,3 @@ def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
 def validate(pipeline: Pipeline, config: Config, workload: Workload) -> float:
     count = config.validation_batches
     return sum(pipeline.evaluate(workload.validation(index)) for index in range(count)) / count
-
-
-def _figures(
-    step: int, report: StepReport, config: Config, workload: Workload, batch: Batch
-) -> dict[str, Any]:
-    rate, tokens = workload.rate, tokens_of(workload.job, batch)
-    return {
-        "step": step,
-        "loss": report.loss,
-        "learning_rate": None if rate is None else rate * rate_share(config, step - 1),
-        "step_s": report.step_s,
-        "rows_per_s": len(next(iter(batch.values()))) / report.step_s,
-        "tokens_per_s": None if tokens is None else tokens / report.step_s,
-        "bubble": report.bubble,
-        "peak_bytes": list(report.peak_bytes),
-        "grad_norm": report.grad_norm,
-        "mfu": report.mfu,
-        "tf32": report.tf32,
-    }

@@ -18,12 +18,12 @@ from ..clusters.names import machine_memory
 from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
 from ..ir.text import format_bytes, load_noun, save_noun
-from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, PlanRequest
+from ..plan_settings import PlanSettings
 from ..planner.microbatch_sizes import ProfiledModel
+from ..run_options import Options
 from ..runnable import require_runnable, require_runnable_plan, require_training
-from ..settings import PlanSettings
 from ..step_reports import StepReport
 from ..tracer.job import Job
 from .config import Config

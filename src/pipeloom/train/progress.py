@@ -1,4 +1,5 @@
-"""Progress of training for people: a live bar on a terminal, plain lines everywhere else."""
+"""The figures of a step, as metrics.jsonl has them and as people see them: on a live bar of a terminal, or in
+plain lines."""
 
 from __future__ import annotations
 
@@ -9,9 +10,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..ir.text import format_bytes, show_share
+from ..step_reports import StepReport
+from .config import Config
+from .workload import Batch, Workload, rate_share, tokens_of
 
 LINE_EVERY = 10
 """Steps from one plain line to the next."""
+
+
+def figures_of(
+    step: int, report: StepReport, config: Config, workload: Workload, batch: Batch
+) -> dict[str, Any]:
+    """What is known of a step; None where it is not. A new figure goes here, and into `step_text`."""
+    rate, tokens = workload.rate, tokens_of(workload.job, batch)
+    return {
+        "step": step,
+        "loss": report.loss,
+        "learning_rate": None if rate is None else rate * rate_share(config, step - 1),
+        "step_s": report.step_s,
+        "rows_per_s": len(next(iter(batch.values()))) / report.step_s,
+        "tokens_per_s": None if tokens is None else tokens / report.step_s,
+        "bubble": report.bubble,
+        "peak_bytes": list(report.peak_bytes),
+        "grad_norm": report.grad_norm,
+        "mfu": report.mfu,
+        "tf32": report.tf32,
+    }
 
 
 class StepProgress(Progress):

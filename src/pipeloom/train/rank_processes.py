@@ -86,7 +86,7 @@ class RankProcesses(ExitStack):
         Returns: None if each rank has to capture the model: it is cut between its modules.
         Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
         """
-        from ..options import mixed_precision
+        from ..run_options import mixed_precision
         from ..tracer.capture import capture
         from ..tracer.evaluation import capture_evaluation
         from ..tracer.handover import hand_over
@@ -122,7 +122,7 @@ class RankProcesses(ExitStack):
 
 
 def device_of(config: Config) -> str:
-    from ..options import named_device
+    from ..run_options import named_device
 
     return named_device(config.pipeline.device)
 

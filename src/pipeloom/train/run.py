@@ -23,13 +23,13 @@ from rich.console import Console
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
 from ..ir.text import finite, parse_bytes, write_whole
-from ..ir.weights import WEIGHT_POLICIES
-from ..options import Options
+from ..ir.weight_policies import WEIGHT_POLICIES
 from ..pipeline import Pipeline
 from ..plan_request import settings_of, times_of
 from ..planner.planners import searches
 from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
+from ..run_options import Options
 from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
 from ..runtime.launch import terminate_as_exit

@@ -1,7 +1,7 @@
 """Run directories: runs/<name>-<n>, with everything that a run leaves behind.
 
 config.toml      the resolved settings          plan.json     how the model is spread
-metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_files.py
+metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_directory.py
 trace.json       for Perfetto                   report.html   open it in a browser
 summary.json     the figures that `--json` prints
 
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from ..ir.errors import ConfigError
 from ..ir.text import write_whole, writing
-from ..runtime.checkpoint_files import complete
+from ..runtime.checkpoint_directory import complete
 
 RUNS, METRICS, LOCK = Path("runs"), "metrics.jsonl", "lock"
 
@@ -166,7 +166,7 @@ class StepLine(msgspec.Struct):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """metrics.jsonl: one JSON object per step, on disk as soon as the step is over.
+    """metrics.jsonl: one JSON object per step, on disk as soon as the step is over, of `progress.figures_of`.
 
         {"step": 12, "loss": 2.9, "learning_rate": 0.0012, "step_s": 0.31, "rows_per_s": 103.2,
          "tokens_per_s": 13213.0, "bubble": 0.11, "peak_bytes": [41943040, 40265318], "grad_norm": 1.7,

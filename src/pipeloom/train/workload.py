@@ -14,13 +14,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
-from ..options import named_device
+from ..run_options import named_device
 from ..tracer.job import Job, load_job
 from ..tracer.job_calls import at_length
 from .config import Config, OptimizerConfig
 from .model import GPT
 from .muon import MuonAndAdamW
-from .text import Text, files_of, split, standard_library
+from .text_data import Text, files_of, split, standard_library
 
 Batch = dict[str, Tensor]
 

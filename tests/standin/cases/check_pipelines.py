@@ -7,12 +7,12 @@ import gc
 from dataclasses import replace
 
 import mutations
+import nets
 import products
 import pytest
 import runs
 import standin
 import torch
-import zoo
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
@@ -53,7 +53,7 @@ def test_one_rank_equals_the_cpu_to_the_bit(treatments: tuple[str, ...]) -> None
 
 
 def test_attention_and_dropout_draw_and_compute_what_they_do_on_the_cpu() -> None:
-    job = zoo.with_dropout("gpt")
+    job = nets.with_dropout("gpt")
     plan = runs.even_plan(job, 1, microbatches=2, microbatch_size=2, schedule="gpipe")
     plan = runs.treated_plan(job, plan, "offload", "recompute", "keep")
     losses = []

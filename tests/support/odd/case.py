@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
+import nets
 import torch
 import torch.nn.functional as F
-import zoo
 from batches import Batch, MakeBatch
 from runs import Numbers, difference
 from torch import Tensor, nn
@@ -166,7 +166,7 @@ class Case:
 
     @cached_property
     def double(self) -> Job:
-        return zoo.in_double(self.job)
+        return nets.in_double(self.job)
 
     @property
     def words(self) -> str:

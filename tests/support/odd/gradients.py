@@ -6,9 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import nets
 import torch
 import torch.nn.functional as F
-import zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -215,9 +215,9 @@ class CheckpointedNormsInside(Stack):
 class SparseEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(zoo.VOCABULARY, WIDTH, sparse=True)
+        self.tokens = nn.Embedding(nets.VOCABULARY, WIDTH, sparse=True)
         self.body = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, zoo.VOCABULARY)
+        self.head = nn.Linear(WIDTH, nets.VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.body(self.tokens(input_ids)))
@@ -227,7 +227,7 @@ class SparseEmbedding(nn.Module):
 class SparseBag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(zoo.VOCABULARY, WIDTH, mode="mean", sparse=True)
+        self.bag = nn.EmbeddingBag(nets.VOCABULARY, WIDTH, mode="mean", sparse=True)
         self.body = Block()
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -327,10 +327,10 @@ CASES = [
         SparseEmbedding,
         "it was exported, and tracing its backward ended in a traceback",
         between=r"has sparse gradients, in aten\.embedding\.default",
-        batch=zoo.token_batch,
+        batch=nets.token_batch,
         cuts=(2, 3),
     ),
-    Case(SparseBag, "sparse gradients", between="sparse gradients", batch=zoo.token_batch, slow=True),
+    Case(SparseBag, "sparse gradients", between="sparse gradients", batch=nets.token_batch, slow=True),
     Case(SparseProducts, "sparse tensors have no storage", between="computes with a sparse tensor"),
     Case(
         SparseBetween,
@@ -341,10 +341,10 @@ CASES = [
     Case(SparseBuffer, "and ended in errors of torch", expect="refused: graph .* is sparse", hint="indices"),
     Case(Sorted, "a value has a gradient, its readers give none: KeyError", cuts=ANYWHERE, slow=True),
     Case(
-        zoo.NoGradBranch,
+        nets.NoGradBranch,
         "a tied parameter without gradient got one of zeros: weight decay shrank it; and a stage that only "
         "detaches what it reads never sent the gradient that its source waited for",
-        batch=zoo.vector_batch,
+        batch=nets.vector_batch,
         optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.5),
         cuts=(3, 6, 12),
         slow=True,

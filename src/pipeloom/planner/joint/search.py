@@ -32,7 +32,7 @@ from ...ir.errors import InfeasibleError, PlanError, ScheduleError
 from ...ir.flow import flow_of
 from ...ir.plan import Plan
 from ...ir.stages import chain, replicate
-from ...ir.weights import FLUSH, WEIGHT_POLICIES
+from ...ir.weight_policies import FLUSH, WEIGHT_POLICIES
 from ...schedules import registry
 from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
@@ -40,12 +40,13 @@ from ..fit_caps import fit_caps
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refusals import fits, state_passes_caps, too_many_stages
-from ..request import Request, profile_of
-from ..schedule_names import CHUNKS, schedule_names
+from ..request import Request
+from ..schedules_to_try import CHUNKS, schedules_to_try
 from ..search.cut_search import Search
 from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
+from .bound import bound_s
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
 from .ledger import INTERRUPTED, SPENT, SearchLedger
 
@@ -196,7 +197,7 @@ class JointSearch:
         self.pressed = False
         """Whether caps have cost anything: something was freed, or passed them."""
         self.places = len(Readers(request.graph).cut_points) - 1
-        self.ledger.bound_s = self._bound_s()
+        self.ledger.bound_s = bound_s(self.request, self.names)
 
     # --- what there is to choose from -----------------------------------------------------------------
 
@@ -237,8 +238,8 @@ class JointSearch:
         options, ranks = self.request.options, len(self.request.cluster.devices)
         if options.schedule or options.schedules or self.request.updates or not self.request.may_offload:
             return ()
-        plain = set(schedule_names(ranks, self.places, copies=False))
-        return tuple(name for name in schedule_names(ranks, self.places) if name not in plain)
+        plain = set(schedules_to_try(ranks, self.places, copies=False))
+        return tuple(name for name in schedules_to_try(ranks, self.places) if name not in plain)
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
@@ -582,37 +583,6 @@ class JointSearch:
         if self.refused is not None:
             return self.refused
         return self.errors[0] if self.errors else PlanError("no cut fits", hint="name another planner")
-
-    def _bound_s(self) -> float:
-        """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have
-        replicas, for all micro-batches; where the pipeline drains, the longest path of one micro-batch."""
-        request, graph = self.request, self.request.graph
-        costs = [profile_of(request.profile, d.name, graph).costs for d in request.cluster.devices]
-        ops = [op.name for op in graph.ops if not op.cheap]
-        kinds = list({id(cost): cost for cost in costs}.values())
-        seconds = {id(own): [own[name].forward_s + own[name].backward_s for name in ops] for own in kinds}
-        directions = 2 if any(registry.entry(name).place == "both ways" for name in self.names) else 1
-        # Rank r needs W(r) for a whole micro-batch and t(o, r) for op o. Of op o in all n = `microbatches`
-        # of a step of T seconds it does the share x(o, r); the shares of an op add up to 1:
-        #
-        #     T >= n sum_o x(o, r) t(o, r);   over W(r), and summed over the ranks:
-        #     T sum_r 1 / W(r) >= n sum_o sum_r x(o, r) t(o, r) / W(r) >= n sum_o min_r t(o, r) / W(r)
-        #
-        # The sum on the right is 1 if devices differ by one factor in all ops.
-        whole = {key: sum(own) for key, own in seconds.items()}
-        rate = sum(1 / whole[id(own)] if whole[id(own)] else inf for own in costs)
-        shares = [[s / whole[key] for s in own] for key, own in seconds.items() if whole[key]]
-        work = sum(map(min, zip(*shares, strict=True)))
-        least = [min(each) for each in zip(*seconds.values(), strict=True)]
-        path: dict[str, float] = {}
-        for name in ops:
-            before = (path.get(graph.producer.get(value, ""), 0.0) for value in graph.op[name].inputs)
-            path[name] = max(before, default=0.0) + min(
-                own[name].forward_s + own[name].input_grad_s for own in kinds
-            )
-        most, count = max(least, default=0.0), request.microbatches
-        longest = max(path.values(), default=0.0) if request.updates is None else 0.0
-        return max(count * work / rate if rate < inf else 0.0, most * count / directions, longest)
 
 
 def key_of(found: Candidate) -> tuple[int, float]:

@@ -36,7 +36,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from ...ir.memory_policy import AT_ONCE
-from ...ir.weights import FLUSH, WEIGHT_POLICIES
+from ...ir.weight_policies import FLUSH, WEIGHT_POLICIES
 from .tensors import Array, Indices
 
 B = TypeVar("B", float, Array)
@@ -55,7 +55,7 @@ class CostOptions:
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
     microbatches: per step, of those that the device runs.
-    weights: the weight policy, see `ir.weights`.  clips: gradients, by their norm over all ranks.
+    weights: the weight policy, see `ir.weight_policies`.  clips: gradients, by their norm over all ranks.
     width: replicas of the stage, which sum their gradients.  sharing: of those that share out the optimizer's
         state, of which an even share is counted.
     offloaded_at_once: see `MemoryPolicy.at_once`.

@@ -48,7 +48,7 @@ from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from ...ir.weights import reductions
+from ...ir.weight_policies import reductions
 from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .ir.errors import ConfigError
-from .settings import refuse_types
+from .plan_settings import refuse_types
 from .tracer.autocast import Autocast
 
 

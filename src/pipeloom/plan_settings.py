@@ -18,9 +18,9 @@ from .ir.cluster import MOST_DEVICES, Cluster
 from .ir.errors import ConfigError, did_you_mean, shown
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.text import parse_bytes
-from .ir.weights import WEIGHT_POLICIES
+from .ir.weight_policies import WEIGHT_POLICIES
 
-ONE_STAGE_EACH = "1f1b"
+DEFAULT_SCHEDULE = "1f1b"
 """The schedule unless another one is named or chosen."""
 
 RANKS = 2
@@ -216,7 +216,7 @@ class PlanSettings:
     @property
     def named_schedule(self) -> str:
         """The schedule of a planner that does not choose one."""
-        return self.schedule or ONE_STAGE_EACH
+        return self.schedule or DEFAULT_SCHEDULE
 
     @property
     def sharing(self) -> int:

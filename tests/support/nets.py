@@ -318,7 +318,7 @@ _MADE: dict[tuple[str, bool], Job] = {}
 
 
 def job(name: str, *, double: bool = False) -> Job:
-    """The job of a model of the zoo, the same object each time; double: in float64."""
+    """The job of a model, the same object each time; double: in float64."""
     key = (name, double)
     if key not in _MADE:
         model, batch = (FAMILIES | OWN)[name]

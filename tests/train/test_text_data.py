@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.text import FileSpan, Text, files_of, split, standard_library
+from pipeloom.train.text_data import FileSpan, Text, files_of, split, standard_library
 
 
 def text_of(folder: Path, *contents: bytes) -> Text:
