@@ -416,8 +416,9 @@ class Causes:
         for message in self._receives.get(copy.action, ()):
             if moved := self.message(message, copy):
                 yield moved
-        if action.kind == RELOAD:
-            yield self._copies[str(replace(action, kind=OFFLOAD)), copy.repeat]
+        if action.kind == RELOAD:  # in a window of steps its OFFLOAD may have been before that
+            if offload := self._copies.get((str(replace(action, kind=OFFLOAD)), copy.repeat)):
+                yield offload
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 
