@@ -247,3 +247,16 @@ def test_a_plan_is_kept_for_one_factor_of_contention(
         monkeypatch.setenv("PIPELOOM_CONTENTION", factor)
         steps_s.append(planning.plan_here(job(Stack), settings, captured, device="cpu").predicted_step_s)
     assert steps_s[0] == steps_s[2] < steps_s[1]
+
+
+def test_a_plan_is_kept_for_a_schedule_of_the_library_only(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captured, file = capture_of(job(Stack)), tmp_path / "rows.txt"
+    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "planner": "equal", "schedule": str(file)}
+    monkeypatch.setattr(planning, "profile", measured)
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
+    for second in ("1F0 1F1 1B0 1B1", "1F0 1B0 1F1 1B1"):
+        file.write_text(f"0F0 0F1 0B0 0B1\n{second}\n")
+        made = planning.plan_here(job(Stack), PlanSettings(**how), captured, device="cpu")
+        assert made.schedule_rows[1] == second

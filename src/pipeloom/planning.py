@@ -35,6 +35,7 @@ from .planner.planners import chooses, planner, searches
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules import registry
+from .schedules.language.names import parse_name
 from .schedules.registry import with_chunks
 
 if TYPE_CHECKING:
@@ -372,7 +373,8 @@ def plan_here(job: Job, settings: PlanSettings, captured: Captured, *, device: s
         parts, profiled = _measured(request, captured, timed_on)
         return plan_size(request, job, captured=parts, profiled=profiled)[0]
 
-    if ":" in options.named_schedule:  # of a file, which may have changed
+    tried = registry.names() if options.schedule is None else [parse_name(options.schedule).family]
+    if not registry.LIBRARY.issuperset(tried):  # a file or a function, which may have changed
         return make()
     return kept_plan(captured, make, options, request.cluster, device)
 

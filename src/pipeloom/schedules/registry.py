@@ -195,6 +195,9 @@ FAMILIES: dict[str, Family | Entry] = {
     "seq1f1b": Entry(recipe=one_f_one_b.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
 }
 
+LIBRARY = frozenset(FAMILIES)
+"""Names that mean the same in every process; `register` adds others."""
+
 
 def names() -> tuple[str, ...]:
     return tuple(FAMILIES)
