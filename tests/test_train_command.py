@@ -49,7 +49,7 @@ def test_a_run_leaves_everything_behind(folder: Path, monkeypatch: pytest.Monkey
     out = folder / "runs" / "tiny-1"
     assert json.loads((out / "summary.json").read_text()) == figures
     files = "config.toml plan.json metrics.jsonl checkpoint trace.json report.html summary.json"
-    assert {p.name for p in out.iterdir()} == set(files.split())
+    assert {p.name for p in out.iterdir()} == {*files.split(), "timelines.json"}
     assert tomllib.loads((out / "config.toml").read_text())["data"]["validation_share"] == 0.05
     assert list(losses(out)) == [1, 2, 3, 4, 5, 6]
     assert '"PP:1B1"' in (out / "trace.json").read_text()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import towers
+from drawings import computing
 from filelock import FileLock
 from torch import nn
 
@@ -21,6 +22,7 @@ from pipeloom.commands.studio import read_words
 from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.text import save_noun
 from pipeloom.plan_request import settings_of
 from pipeloom.schedules.registry import names
 from pipeloom.schedules.scenario import Scenario, load_work, simulate_rows
@@ -271,3 +273,9 @@ def test_a_lock_that_was_left_behind_is_none(tmp_path: Path) -> None:
         assert run_shown(tmp_path, {})["going"]
     (tmp_path / "lock").touch()
     assert not run_shown(tmp_path, {})["going"]
+
+
+def test_a_run_without_a_flush_takes_the_time_of_one_step(tmp_path: Path) -> None:
+    three = replace(computing((0, "0F0", 0, 3), source="measured"), steps=3, steady_s=1.0)
+    save_noun([three], tmp_path / "timelines.json")
+    assert "measured 1.00 s, bubble 0.0 %" in run_shown(tmp_path, {})["said"]

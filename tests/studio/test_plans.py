@@ -15,11 +15,11 @@ from tiny_run import prepare
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
+from pipeloom.ir.text import save_noun
 from pipeloom.studio.plans import cuts_of, pieces, with_cuts
 from pipeloom.studio.server import StudioServer
 from pipeloom.train.config import read_config
 from pipeloom.train.workload import job_of
-from pipeloom.viewer.chrome import read_trace, write_trace
 
 pytestmark = needs_chromium
 
@@ -127,26 +127,11 @@ def test_a_run_is_followed_until_it_ends(studio: Any, tmp_path: Path) -> None:
         with metrics.open("a") as file:
             file.write('{"step": 2, "loss": 2.25, "step_s": 0.25, "validation_loss": 2.0}\n')
         page.wait_until("$('run-said').textContent.startsWith('training, step 2; the last step took 250')")
-        both = [
-            simulated_step(ranks=2, mbs=3),
-            simulated_step(ranks=2, mbs=3, source="measured", forward_s=0.02),
-        ]
-        write_trace(run / "trace.json", both)
+        own = simulated_step(ranks=2, mbs=3)
+        step = replace(own, events=tuple(own.events), memory=tuple(own.memory))
+        save_noun([step, replace(step, source="measured")], run / "timelines.json")
         lock.release()
         page.wait_until("$('run-said').textContent.startsWith('ended at step 2;')")
         shown = page.page.inner_text("#run-step")
         assert "predicted" in shown and "measured" in shown
         assert "validation" in page.page.inner_text("#loss")
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    pairs = (("0F1", "0B0"),)
-    whole = replace(simulated_step(ranks=2, mbs=3), pairs=pairs)
-    write_trace(tmp_path / "trace.json", [whole])
-    (again,) = read_trace(tmp_path / "trace.json")
-    assert (again.ranks, again.source, again.pairs) == (2, "predicted", pairs)
-    key = lambda e: (e.rank, e.action)  # noqa: E731
-    for one, other in zip(sorted(again.events, key=key), sorted(whole.events, key=key), strict=True):
-        assert (one.action, one.stream) == (other.action, other.stream)
-        assert one.end_s == pytest.approx(other.end_s, abs=1e-8)
-    assert [c.sizes for c in again.memory] == [c.sizes for c in whole.memory]

@@ -2,11 +2,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.timeline import Timeline
-from pipeloom.viewer.chrome import chrome_trace, read_trace, write_trace
+from pipeloom.viewer.chrome import chrome_trace, write_trace
 
 
 def of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -54,18 +51,3 @@ def test_two_timelines_do_not_share_processes(two_ranks: Timeline, tmp_path: Pat
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {e["pid"] for e in of(trace, "X")} == {0, 1, 2, 3}
     assert trace["displayTimeUnit"] == "ms"
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": 3}},
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "measured rank 1"}},
-        {"ph": "C", "name": "device memory", "pid": 7, "args": {"bytes": None}},
-    ],
-)
-def test_another_programs_trace_is_refused(event: dict[str, object], tmp_path: Path) -> None:
-    first = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "predicted rank 0"}}
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [first, event]}))
-    with pytest.raises(ConfigError, match="no trace"):
-        read_trace(tmp_path / "trace.json")

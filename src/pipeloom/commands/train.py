@@ -94,8 +94,8 @@ def train(
 
     MODEL is file.py:function or package.module:function returning a pipeloom.Job; CONFIG is a TOML file.
     Without either, a byte-level GPT trains on the Python standard library in two processes. The run directory
-    gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json, report.html and summary.json. Under
-    torchrun each process is one rank.
+    gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json, timelines.json, report.html and
+    summary.json. Under torchrun each process is one rank.
 
     With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
     replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..ir.text import show_share, show_time
-from ..train.run_directory import METRICS, is_locked, read_metrics
-from ..viewer.chrome import read_trace
+from ..ir.text import load_noun, show_share, show_time
+from ..ir.timeline import Timeline
+from ..train.run_directory import METRICS, TIMELINES, is_locked, read_metrics
 from ..viewer.picture import memory_panels, pictures
 
 
@@ -21,8 +21,8 @@ def run_shown(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         ],
     }
     steps_s = [line.step_s for line in lines if line.step_s is not None]
-    trace = folder / "trace.json"
-    timelines = read_trace(trace) if trace.is_file() else []
+    file = folder / TIMELINES
+    timelines = load_noun(file, list[Timeline]) if file.is_file() else []
     going = is_locked(folder)
     last = max((line.step for line in lines), default=0)
     said = f"{'training, step' if going else 'ended at step'} {last}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.text import finite, write_whole
+from ..ir.text import finite, save_noun, write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
@@ -24,6 +24,7 @@ from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import report
 from .config import Config
 from .loop import TrainOutcome
+from .run_directory import TIMELINES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ class RunReport:
 
     def write(self) -> None:
         timelines = [t for t in (self.predicted, self.outcome.timeline) if t is not None]
+        plain = [replace(t, events=tuple(t.events), memory=tuple(t.memory)) for t in timelines]
+        save_noun(plain, self.out / TIMELINES)
         write_trace(self.out / "trace.json", timelines)
         write_report(
             self.out / "report.html",

@@ -3,7 +3,7 @@
 config.toml      the resolved settings          plan.json     how the model is spread
 metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_directory.py
 trace.json       for Perfetto                   report.html   open it in a browser
-summary.json     the figures that `--json` prints
+timelines.json   for the studio                 summary.json  the figures that `--json` prints
 
 Nothing of these is written before a run trains: a start that fails leaves a directory as it was.
 """
@@ -27,12 +27,12 @@ from ..ir.errors import ConfigError
 from ..ir.text import write_whole, writing
 from ..runtime.checkpoint_directory import complete
 
-RUNS, METRICS, LOCK = Path("runs"), "metrics.jsonl", "lock"
+RUNS, METRICS, LOCK, TIMELINES = Path("runs"), "metrics.jsonl", "lock", "timelines.json"
 
 REPORT = ("trace.json", "report.html", "summary.json")
 """What is written when all steps are done, in this order."""
 
-FILES = ("config.toml", "plan.json", METRICS, LOCK, "checkpoint", *REPORT)
+FILES = ("config.toml", "plan.json", METRICS, LOCK, "checkpoint", TIMELINES, *REPORT)
 """All that a run reads and writes in its directory."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)

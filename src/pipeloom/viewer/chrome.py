@@ -10,11 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ..ir.errors import ConfigError
 from ..ir.text import save_noun
-from ..ir.timeline import Event, MemoryCurve, Timeline
+from ..ir.timeline import Event, Timeline
 from .labels import STREAMS, label
 
 
@@ -88,75 +85,3 @@ def _events(timeline: Timeline, first: int) -> list[dict[str, Any]]:
                 }
             )
     return events
-
-
-def read_trace(path: Path) -> list[Timeline]:
-    """The timelines of a file that `write_trace` wrote, but for what each kind takes of the peaks.
-
-    Raises: ConfigError if it is another file.
-    """
-    try:
-        events = msgspec.json.decode(path.read_bytes(), type=_Trace).traceEvents
-        return _timelines(events)
-    except (OSError, msgspec.MsgspecError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is no trace of pipeloom: {error}", hint="name the directory of a run"
-        ) from None
-
-
-class _TraceEvent(msgspec.Struct):
-    ph: str
-    name: str
-    pid: int
-    tid: int = 0
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = {}
-
-
-class _Trace(msgspec.Struct):
-    traceEvents: list[_TraceEvent]
-
-
-def _timelines(events: Sequence[_TraceEvent]) -> list[Timeline]:
-    named = {e.pid: e.args["name"].split(" rank ") for e in events if e.name == "process_name"}
-    streams = {(e.pid, e.tid): str(e.args["name"]) for e in events if e.name == "thread_name"}
-    found = []
-    for source in dict.fromkeys(source for source, _ in named.values()):
-        rank_of = {pid: int(rank) for pid, (name, rank) in named.items() if name == source}
-        if sorted(rank_of.values()) != list(range(len(rank_of))):
-            raise ValueError(f"it has ranks {', '.join(map(str, rank_of.values()))}")
-        own = [e for e in events if e.pid in rank_of]
-        ranges = [e for e in own if e.ph == "X"]
-        curves: dict[tuple[int, str], list[tuple[float, int]]] = {}
-        for e in own:
-            if e.ph == "C":
-                curve = curves.setdefault((rank_of[e.pid], e.name.removesuffix(" memory")), [])
-                curve.append((e.ts / 1e6, int(e.args["bytes"])))
-        texts = [e.name.removeprefix("PP:") for e in ranges if e.cat == "pair"]
-        pairs = [(first, second) for first, _, second in (text.partition("&") for text in texts)]
-        found.append(
-            Timeline(
-                source=source,
-                ranks=len(rank_of),
-                events=tuple(
-                    Event(
-                        rank=rank_of[e.pid],
-                        stream=streams[e.pid, e.tid],
-                        action=e.name.removeprefix("PP:"),
-                        start_s=e.ts / 1e6,
-                        end_s=(e.ts + e.dur) / 1e6,
-                    )
-                    for e in ranges
-                    if e.cat != "pair"
-                ),
-                memory=tuple(
-                    MemoryCurve(rank=rank, tier=tier, times_s=times, sizes=sizes)
-                    for (rank, tier), points in curves.items()
-                    for times, sizes in (tuple(zip(*points, strict=True)),)
-                ),
-                pairs=tuple(dict.fromkeys(pairs)),
-            )
-        )
-    return found
