@@ -121,12 +121,12 @@ class TwoOptimizers(Module):
         return [torch.optim.SGD([self.net.weight], lr=0.1), torch.optim.SGD([self.net.bias], lr=0.1)]
 
 
-def fit(folder: Path, module: Any, **settings: Any) -> None:
-    rows = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(8, 4))
+def fit(folder: Path, module: Any, count: int = 8, strategy: Any = None, **settings: Any) -> None:
+    rows = torch.utils.data.TensorDataset(torch.arange(4.0 * count).reshape(count, 4) / 32)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=PipelineStrategy(microbatches=2, device="cpu"),
+        strategy=strategy or PipelineStrategy(microbatches=2, device="cpu"),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -165,3 +165,13 @@ def test_several_optimizers_are_refused_by_lightning(tmp_path: Path) -> None:
 def test_settings_of_the_trainer_are_refused() -> None:
     with pytest.raises(ConfigError, match="gradient_clip_val"):
         PipelineStrategy(clip_norm=1.0)
+
+
+def test_the_last_batch_may_have_fewer_rows_than_a_step_has_micro_batches(tmp_path: Path) -> None:
+    weights = []
+    for strategy in ("auto", None):
+        torch.manual_seed(0)
+        module = Module()
+        fit(tmp_path, module, 5, strategy)
+        weights.append(module.net.weight.detach())
+    torch.testing.assert_close(*weights)

@@ -65,6 +65,12 @@ def repeated(batch: Any, rows: int, parts: int) -> Any:
     return mapped(batch, lambda tensor: torch.cat([tensor] * (parts // gcd(rows, parts))))
 
 
+def with_enough_rows(batch: Any, rows: int, pipe: Pipeline) -> Any:
+    """A batch to train on, over and over if it has fewer rows than a step has micro-batches."""
+    parts = pipe.plan.microbatches * pipe.options.accumulate
+    return batch if rows >= parts else repeated(batch, rows, parts)
+
+
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A batch with its tensors changed: one, a dictionary or a sequence of them."""
     if isinstance(batch, Tensor):

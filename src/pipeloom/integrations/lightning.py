@@ -31,7 +31,14 @@ from ..run_options import Options
 from ..runtime.batches import off_mean
 from ..runtime.connect import connect
 from ..tracer.job_calls import evaluation_mode
-from .as_one_process import load_optimizer_states, mapped, optimizer_states, random_kept, repeated
+from .as_one_process import (
+    load_optimizer_states,
+    mapped,
+    optimizer_states,
+    random_kept,
+    repeated,
+    with_enough_rows,
+)
 
 T = TypeVar("T")
 
@@ -150,9 +157,10 @@ class PipelineStrategy(SingleDeviceStrategy):
         for optimizer in pipe.weights.optimizers:
             for group, lightning in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
                 group.update({key: value for key, value in lightning.items() if key != "params"})
+        rows = _rows(batch)
         with torch.inference_mode(False):
-            loss = torch.tensor(pipe.step(batch if pipe.rank == 0 else None))
-        self._log(dict.fromkeys(self._steps.training, loss), self._steps.training, _rows(batch))
+            loss = torch.tensor(pipe.step(with_enough_rows(batch, rows, pipe) if pipe.rank == 0 else None))
+        self._log(dict.fromkeys(self._steps.training, loss), self._steps.training, rows)
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -26,7 +26,7 @@ from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
 from ..tracer.job_calls import evaluation_mode
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated, with_enough_rows
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -100,9 +100,7 @@ class PipelineTrainer(Trainer):
             return torch.zeros(())
         batch = self._with_count(_joined(self._gathered), len(self._gathered))
         self._gathered = []
-        rows, parts = _rows(batch), self.pipe.plan.microbatches
-        if rows < parts:  # the last of an epoch; its mean stays
-            batch = repeated(batch, rows, parts)
+        batch = with_enough_rows(batch, _rows(batch), self.pipe)  # the last of an epoch may have few
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.pipe.weights.optimizers[0].param_groups, rates, strict=True):
             group["lr"] = rate
