@@ -382,6 +382,13 @@ def test_replicas_share_micro_batches_evenly(given: dict[str, int], rows: int, c
     assert asked.settings(ranks=2, rows=rows).microbatches == count
 
 
+def test_options_reach_the_plan_and_none_is_the_default() -> None:
+    given = {"ranks": None, "global_batch": None, "compile": True}
+    settings = pipeline_settings(Options(offload_dir="d"), given).settings(ranks=2, rows=4)
+    assert (settings.ranks, settings.microbatches, settings.microbatch_size) == (2, 4, 1)
+    assert (settings.compile, settings.offload_dir) == (True, "d")
+
+
 def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
     job, _ = job_of(NET, named(), loss=of_named)
     plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")

@@ -59,7 +59,8 @@ class PipelineRequest:
         rows: of a batch; None if micro-batches are as `PlanSettings` has them.
         """
         PlanSettings(**self.plan_settings)  # refuses a number that cannot be, before it is reckoned with
-        of_both = {"clips": self.options.clip_norm is not None, "master_weights": self.options.master_weights}
+        of_both = {name: getattr(self.options, name) for name in OF_PLAN & OF_RUN}
+        of_both["clips"] = self.options.clip_norm is not None
         given: dict[str, Any] = of_both | self.plan_settings
         replicas = given.get("replicas", 1)
         given.setdefault("ranks", max(1, ranks // replicas))
@@ -100,7 +101,7 @@ def pipeline_settings(options: Options, given: dict[str, Any]) -> PipelineReques
                 hint=did_you_mean(name, OF_PLAN | OF_RUN, "see PlanSettings and Options"),
             )
     run = {name: value for name, value in given.items() if name in OF_RUN}
-    plan = {name: value for name, value in given.items() if name in OF_PLAN}
+    plan = {name: value for name, value in given.items() if name in OF_PLAN and value is not None}
     return PipelineRequest(options=replace(options, **run) if run else options, plan_settings=plan)
 
 
