@@ -45,7 +45,7 @@ from .pipeline_request import (
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .run_options import Options, mixed_precision
-from .runnable import refuse_torn_updates, require_runnable_plan, require_training
+from .runnable import refuse_rounds, refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_batch, read_loss
@@ -300,12 +300,7 @@ class Pipeline:
         stages = plan.replicated(self.stages)
         kind: Callable[..., Run] = FlushedRun
         if plan.steady is not None and plan.updates is not None:
-            if options.accumulate > 1:
-                raise ConfigError(
-                    f"gradients of {options.accumulate} rounds are to be accumulated, but with weights "
-                    f"{plan.weights} every round is followed by an update",
-                    hint="use more micro-batches per step instead, or --weights flush",
-                )
+            refuse_rounds(plan, options.accumulate)
             rows = SteadyRows(
                 step=plan.steady,
                 stages=stages,

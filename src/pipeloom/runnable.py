@@ -95,6 +95,16 @@ def refuse_without_delay(asked: PlanSettings | Plan, policy: str) -> None:
             f"{' and '.join(softens)} given, but weights are updated with a {policy}, so no gradient is late",
             hint="plan with weights=2bw, or leave it out",
         )
+def refuse_rounds(plan: Plan, rounds: int) -> None:
+    """Raises: ConfigError for several rounds per update of a plan that updates after each."""
+    if rounds > 1 and plan.updates is not None:
+        raise ConfigError(
+            f"gradients of {rounds} rounds are to be accumulated, but with weights {plan.weights} every "
+            "round is followed by an update",
+            hint="use more micro-batches per step instead, or --weights flush",
+        )
+
+
 
 
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:

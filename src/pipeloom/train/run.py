@@ -30,7 +30,7 @@ from ..planner.planners import searches
 from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..run_options import Options
-from ..runnable import names_to_plan_by, require_runnable, require_training
+from ..runnable import names_to_plan_by, refuse_rounds, require_runnable, require_training
 from ..runtime.connect import connect
 from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
@@ -129,6 +129,7 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
         console.print(advice, soft_wrap=True)
     with console.status("capturing"):
+    refuse_rounds(plan, config.pipeline.accumulate)
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
     return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
 
