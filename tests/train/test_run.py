@@ -261,6 +261,23 @@ def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 
 
+def test_a_start_that_goes_on_with_another_plan_began_where_it_began(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_by = MODULE._train_by
+
+    def switches(prepared: Any, *more: Any) -> Any:
+        if more[-1] is not None:
+            return train_by(prepared, *more)
+        train_by(replace(prepared, config=replace(prepared.config, steps=1)), *more)
+        return Mock(plan=prepared.plan)
+
+    monkeypatch.setattr(MODULE, "_train_by", switches)
+    assert start() == 0
+    figures = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert (figures["first_step"], figures["steps"]) == (0, 2)
+
+
 def test_a_validation_loss_that_is_no_number_is_text_in_json(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

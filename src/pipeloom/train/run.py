@@ -70,13 +70,15 @@ class TrainRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A request with everything decided; the same on every rank. model: None if each rank captures it."""
+    """A request with everything decided; the same on every rank. model: None if each rank captures it.
+    first_step: steps done before this start."""
 
     request: TrainRequest
     config: Config
     out: Path
     plan: Plan
     model: HandedModel | None
+    first_step: int = 0
 
 
 def run(request: TrainRequest, processes: RankProcesses) -> int:
@@ -116,22 +118,23 @@ def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
 def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> PreparedRun | None:
     """Decide config and plan, and capture the model; writes nothing. None if the run has ended."""
     config, plan = decide(request, out)
+    first_step = 0
     if request.resume:
         if _has_ended(config, out, request):
             return None
-        steps = checkpoint_step(out / "checkpoint")
-        request.console.print(f"{out} goes on from step {steps}", soft_wrap=True)
+        first_step = checkpoint_step(out / "checkpoint")
+        request.console.print(f"{out} goes on from step {first_step}", soft_wrap=True)
     workload, console, captured = workload_of(config), request.console, None
     refuse_unused(request.overrides, config, own_optimizer=workload.rate is None)
     if plan is None:
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
+    refuse_rounds(plan, config.pipeline.accumulate)
     if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
         console.print(advice, soft_wrap=True)
     with console.status("capturing"):
-    refuse_rounds(plan, config.pipeline.accumulate)
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
-    return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
+    return PreparedRun(request=request, config=config, out=out, plan=plan, model=model, first_step=first_step)
 
 
 def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
@@ -347,6 +350,7 @@ def _train_by(
         if pipeline.rank != 0:
             return None
         graph = pipeline.captured.graph
+        outcome = replace(outcome, first_step=prepared.first_step)  # of this start, whatever its plans were
         report = RunReport(config=config, out=out, plan=plan, graph=graph, outcome=outcome, forecast=forecast)
         report.write()
         report.print(console)
