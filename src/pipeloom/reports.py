@@ -10,7 +10,7 @@ from .ir.cluster import Cluster
 from .ir.explanation import Explanation
 from .ir.graph import OpGraph
 from .ir.plan import Plan
-from .ir.text import SizeUnit, show_share
+from .ir.text import SizeUnit, show_microbatches, show_share
 from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .planner.search.layer_groups import layer_names
@@ -85,9 +85,9 @@ def contents(parts: Sequence[str]) -> str:
 
 def schedule_page(simulated: SimulatedSchedule) -> str:
     """The page of a schedule: its drawing, the reason for each gap, and memory."""
-    schedule = simulated.schedule
+    schedule, count = simulated.schedule, show_microbatches(simulated.microbatches)
     return report_page(
-        title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, simulated",
+        title=f"{schedule.name}: {schedule.ranks} ranks, {count}, simulated",
         predicted=simulated.timeline,
         explanations=[explain(simulated)],
         size_unit=None if simulated.peaks_bytes else MICROBATCHES,

@@ -21,6 +21,7 @@ from ..ir.columns import B_, F_, I_, RECOMPUTE_, REDUCE_, STEP_, W_, Ints, Rows
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
+from ..ir.text import show_microbatches
 from ..ir.weight_policies import FLUSH, OptimizerShares, Reduction, Updates, for_owners, reductions
 from .weight_versions import versions
 
@@ -48,7 +49,7 @@ class UpdateProof:
         ... ))
         proved: 9 gradients are summed once each over 8 micro-batches, 2 replicas; 2 ranks share the updates
         """
-        over = [f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"]
+        over = [show_microbatches(self.microbatches)]
         over += [f"{self.replicas} replicas"] * (self.replicas > 1)
         over += [f"the stages of {self.tied} tied parameter{'s' * (self.tied > 1)}"] * (self.tied > 0)
         said = f"proved: {self.parameters} gradients are summed once each over {', '.join(over)}"

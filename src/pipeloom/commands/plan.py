@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
-from ..ir.text import format_bytes, show_time
+from ..ir.text import format_bytes, show_microbatches, show_time
 from ..plan_settings import ROWS_OR_COUNT
 from ..viewer.table import Column, Table
 from .common import (
@@ -285,7 +285,7 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
         yield f"{', '.join(['kept', *ways])}: of one micro-batch's residuals"
     if any(stage.offload_ratio is not None for stage in stages):
         yield _offloadable([(stage.rank, stage.offloadable_stages or 0) for stage in stages])
-    each = f"{report['microbatches']} micro-batches of {report['microbatch_size']}"
+    each = f"{show_microbatches(report['microbatches'])} of {report['microbatch_size']}"
     each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
     yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms with {report['schedule']}, {each}"
     yield from about
@@ -406,7 +406,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
             )
             yield (
                 f"{len(ranked)} shapes fit, by formulas; chosen: {best['width']} x {best['depth']} stages, "
-                f"{best['microbatches']} micro-batches of {best['microbatch_size']} rows in each"
+                f"{show_microbatches(best['microbatches'])} of {best['microbatch_size']} rows in each"
             )
 
         emit({**best, "next": others}, shapes_screen(), as_json=as_json)
@@ -433,8 +433,8 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"
     about = [
         _of_the_step(report),
-        f"width {shape.width}, depth {shape.depth}, {count} micro-batches of {plan.microbatch_size} rows in "
-        f"each pipeline, {treated}",
+        f"width {shape.width}, depth {shape.depth}, {show_microbatches(count)} of {plan.microbatch_size} "
+        f"rows in each pipeline, {treated}",
         f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
     ]
     emit(figures, _screen(report, about), as_json=as_json)

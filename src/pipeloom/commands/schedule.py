@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError
-from ..ir.text import format_bytes, show_share, write_whole
+from ..ir.text import format_bytes, show_microbatches, show_share, write_whole
 from ..ir.weight_policies import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
 from .common import FILE, NEW_FILE, Command, OneOf, emit, exclusive, json_option
@@ -390,7 +390,7 @@ def _present(
         if stages:
             kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))
             yield (
-                f"weights {updates.policy}, an update every {updates.every} micro-batches; "
+                f"weights {updates.policy}, an update every {show_microbatches(updates.every)}; "
                 f"per stage, versions kept {kept}, gradients late by up to {late} updates"
             )
         if proof is not None:

@@ -189,6 +189,14 @@ def show_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def show_microbatches(count: int) -> str:
+    """
+    >>> show_microbatches(1), show_microbatches(8)
+    ('1 micro-batch', '8 micro-batches')
+    """
+    return f"{count} micro-batch{'es' * (count != 1)}"
+
+
 def show_share(share: float) -> str:
     """
     >>> show_share(0.1234), show_share(-1e-9)
