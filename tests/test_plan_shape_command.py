@@ -58,6 +58,8 @@ def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     ("more", "status", "said"),
     [
         (["--microbatches", "4"], 2, "--ranks auto and --microbatches"),
+        (["--time-limit", "5"], 2, "--ranks auto and --time-limit"),
+        (["--planner", "exact"], 2, "--planner and --closed-form"),
         (["-o", "plan.json"], 2, "--closed-form makes no plan"),
         (["--schedule", "zb_h1"], 1, "no closed form"),
         (["--cluster", "2 x v100-16 + 2 x a100-40"], 1, "devices that are alike"),

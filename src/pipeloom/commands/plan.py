@@ -44,9 +44,9 @@ SHOWN = 5
 CHOSEN = (
     *("replicas", "chunks", "microbatches", "microbatch_size", "max_batch", "best_batch"),
     *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile"),
-    *("lengths", "split_words"),
+    *("lengths", "split_words", "time_limit"),
 )
-"""Options that say what --ranks auto chooses, or do not go with a cluster described by figures."""
+"""Options that say what --ranks auto chooses, or that do not go with it."""
 
 DESCRIBED = "it is for devices that are described by figures"
 
@@ -368,6 +368,8 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     """Choose width, depth and micro-batches. Raises: ConfigError for options that do not fit."""
     for name in CHOSEN:
         exclusive("ranks", name, hint="leave out one: sizes follow from --cluster and --global-batch")
+    for name in ("planner", "granularity"):
+        exclusive("closed_form", name, hint="leave out one: formulas take equal parts of repeated layers")
     if closed_form and output is not None:
         raise ConfigError(
             "--closed-form makes no plan that could be written",
