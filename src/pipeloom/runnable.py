@@ -25,14 +25,12 @@ def require_runnable(schedule: str) -> None:
         a plan, which may come from anywhere, ask `require_runnable_plan`. Any other name that the library
         does not know is only checked when built.
     """
-    name = schedule
-    if not parse_name(schedule).in_python:
-        name = schedule.partition(":")[0].lower().replace("-", "_")
-        if name not in registry.names():
-            return
-    if lacks := registry.entry(name).lacks:
+    parsed = parse_name(schedule)
+    if not parsed.in_python and parsed.family not in registry.names():
+        return
+    if lacks := registry.entry(schedule).lacks:
         raise ScheduleError(
-            f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
+            f"schedule {parsed.family} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
         )
 
@@ -95,6 +93,8 @@ def refuse_without_delay(asked: PlanSettings | Plan, policy: str) -> None:
             f"{' and '.join(softens)} given, but weights are updated with a {policy}, so no gradient is late",
             hint="plan with weights=2bw, or leave it out",
         )
+
+
 def refuse_rounds(plan: Plan, rounds: int) -> None:
     """Raises: ConfigError for several rounds per update of a plan that updates after each."""
     if rounds > 1 and plan.updates is not None:
@@ -103,8 +103,6 @@ def refuse_rounds(plan: Plan, rounds: int) -> None:
             "round is followed by an update",
             hint="use more micro-batches per step instead, or --weights flush",
         )
-
-
 
 
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:

@@ -15,6 +15,7 @@ from runs import Numbers, assert_same, even_plan, pipelined, plain
 from pipeloom import Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan, widened
+from pipeloom.runnable import require_runnable
 from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
@@ -78,6 +79,11 @@ def test_what_the_runtime_lacks_is_said_before_anything_starts(name: str) -> Non
         Pipeline(unmade, plan)
     with pytest.raises(ScheduleError, match=reason):
         verify(unmade, plan)
+
+
+def test_another_name_of_a_schedule_lacks_the_same() -> None:
+    with pytest.raises(ScheduleError, match="schedule seq1f1b cannot be run"):
+        require_runnable("seq_1f1b")
 
 
 def test_without_backwards_a_pipeline_evaluates_and_does_not_train() -> None:
