@@ -9,7 +9,7 @@ from pipeloom.ir.timeline import Timeline
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
 from pipeloom.viewer.table import Table
 from pipeloom.viewer.tables import StageRow
-from pipeloom.viewer.terminal import gantt, report
+from pipeloom.viewer.terminal import console, gantt, report
 
 
 def drawn(timeline: Timeline, *, colour: bool = False, columns_of: int = 120, **more: object) -> list[str]:
@@ -83,3 +83,8 @@ def test_a_report_prints_what_there_is(two_ranks: Timeline) -> None:
     assert "simulated: 9.50 s, bubble 34.2 %" in str(things[0]) and "measured" not in str(things[0])
     titles = [thing.title for thing in things if isinstance(thing, Table)]
     assert titles == ["step", "stages, ms per micro-batch", "memory at each rank's peak, MiB"]
+
+
+def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print("runs/a[/b]: mine.py:zap:v=2")
+    assert capsys.readouterr().out == "runs/a[/b]: mine.py:zap:v=2\n"

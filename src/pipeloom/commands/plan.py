@@ -271,7 +271,7 @@ def _watching() -> Iterator[_Line]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     text = "planning: {task.completed} stages weighed{task.fields[way]}"
-    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         yield _Line(progress)

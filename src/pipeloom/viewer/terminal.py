@@ -219,8 +219,8 @@ def report(
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output or standard error, plain text unhighlighted; in a file tables need no folding."""
-    output = Console(stderr=stderr, highlight=False)
+    """Standard output or standard error, where text stays as it is; in a file tables need no folding."""
+    output = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not output.is_terminal:
         output.width = 120
     return output
