@@ -142,6 +142,7 @@ def test_a_wrong_file_is_named_with_the_key(tmp_path: Path, text: str, word: str
         ("optimizer.learning_rate=nan", "> 0"),
         ("model.heads=5", "multiple of model.heads"),
         (f"pipeline.ranks={'9' * 5000}", "ranks"),
+        ("data.paths=caf\udce9.txt", "UTF-8"),
     ],
 )
 def test_a_wrong_override_is_said(override: str, word: str) -> None:

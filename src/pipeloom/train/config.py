@@ -188,8 +188,14 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
     def source(key: str) -> str:
         return f"{file}: " if file is not None and key not in changed else "--set: "
 
-    for key, _ in dotted(plain):
+    for key, value in dotted(plain):
         _refuse_unknown(key, source(key))
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
+            raise ConfigError(
+                f"{source(key)}{key} is {shown(value)}, which is not text in UTF-8",
+                hint="rename the file: the run keeps its name in config.toml",
+            )
     try:
         return msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:
