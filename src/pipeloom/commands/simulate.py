@@ -94,6 +94,8 @@ def simulate(
     room = [device.memory_bytes for device in described.devices[: plan.ranks]] if described else plan.caps
     caps = [*map(min, room, plan.caps or room)]
     drawn = [*terminal.report(predicted=timeline, width=terminal.console().width)]
+    if described is None:
+        drawn.append("the step is of ops alone: what ranks do between them `pipeloom plan` rehearses")
     drawn += [
         f"rank {rank} holds {format_bytes(peak)}, {format_bytes(peak - cap)} more than its cap of "
         f"{format_bytes(cap)}"
