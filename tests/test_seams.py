@@ -26,7 +26,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_rows
-from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policies import WEIGHT_POLICIES, Updates, WeightPolicy
 from pipeloom.lowering.passes import lower
@@ -40,6 +40,7 @@ from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.open_tier import TIERS
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import formats, registry
+from pipeloom.schedules.language.shape import Shape
 from pipeloom.simulator.simulate import simulate as simulate_simulate
 from pipeloom.viewer import labels, terminal
 
@@ -121,14 +122,14 @@ def test_a_kind_of_action() -> None:
 
 
 def test_a_schedule() -> None:
-    def last_in_first_out(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Any:
-        order = range(microbatches)
+    def last_in_first_out(s: Shape) -> Any:
+        order = range(s.microbatches)
         return [
-            [Action(s, F, b) for b in order] + [Action(s, B, b) for b in reversed(order)]
-            for s in range(len(placement))
+            [*(Action(stage, F, b) for b in order), *(Action(stage, B, b) for b in order[::-1])]
+            for stage in range(len(s.placement))
         ]
 
-    registry.register("lifo", last_in_first_out)
+    registry.register("lifo", registry.Entry(rows=last_in_first_out))
 
     made = planned(schedule="lifo")
     assert made.schedule_rows[0] == "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"

@@ -17,7 +17,7 @@ from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.names import ALIASES
-from pipeloom.schedules.registry import build, in_flight, names, register
+from pipeloom.schedules.registry import Entry, build, in_flight, names, register
 from pipeloom.simulator.summary import summarise
 
 PICTURES = {
@@ -106,6 +106,7 @@ def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGra
         ("1f1b", (), 1, "0 stages"),
         ("1f1b", (0, 2), 1, "rank 1 has no stage"),
         ("gpipe", (0, -1), 1, "rank -1"),
+        ("1f1b:memory=2", (0, 1), 2, "no option 'memory'"),
         ("zb_v:groups=2", (0, 0), 4, "no option 'groups'"),
         ("gis_g:grop=2", (0, 0), 4, "did you mean group?"),
         ("zb_v:memory", (0, 0), 4, "cannot read option 'memory'"),
@@ -117,12 +118,12 @@ def test_build_refuses(name: str, placement: tuple[int, ...], microbatches: int,
 
 def test_a_registered_family_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
-    register("mine", lambda stages, placement, m: [[Action(0, F, i) for i in range(m)]])
+    register("mine", Entry(rows=lambda s: [[Action(0, F, i) for i in range(s.microbatches)]]))
     assert "mine" in names()
     assert str(build("mine", chain(1), (0,), 2)) == "0F0 0F1"
     with pytest.raises(ScheduleError, match="exists already"):
         register("Mine", registry.FAMILIES["gpipe"])
-    register("broken", lambda stages, placement, m: [[Action(0, F, 0)] * 2])
+    register("broken", Entry(rows=lambda s: [[Action(0, F, 0)] * 2]))
     with pytest.raises(ScheduleError, match="twice"):
         build("broken", chain(1), (0,), 1)
 

@@ -45,10 +45,6 @@ from .list_scheduler.choose import fastest
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
 
-
-Family: TypeAlias = Callable[[StageGraph, tuple[int, ...], int], Rows]
-"""Makes one row of compute actions per rank, from stages, placement[stage] = rank, and micro-batches."""
-
 PLACES = ("line", "loop", "wave", "both ways", "table")
 MEANT = {
     "line": "one stage on each rank",
@@ -60,20 +56,19 @@ MEANT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A schedule in the library: one of family (rows from the shape alone), recipe (in the language, for any
-    times), or rows (from a Shape, for what has operations of its own; a Schedule where it has pairs or
-    slices). place: where its stages go unless the user says otherwise, see `PLACES`.  table: number of ranks
-    -> for each
-        stage its rank, or the ranks that it spans.  stages: the graph that a table is for, a chain unless
-        given.
+    """A schedule in the library: either recipe (in the language, for any times), or rows (from a `Shape`; a
+    Schedule where it has pairs or slices).
 
-    copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
-        each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
-        a rank is to hold then, in residuals of one micro-batch on one stage.
+    place: where its stages go unless the user says otherwise, see `PLACES`.
+    table: number of ranks -> for each stage its rank, or the ranks that it spans.
+    stages: the graph that a table is for, a chain unless given.
+    copied: the recipe for rows into which copies are placed, if another one.
+    offload: of how many stages of each rank residuals are copied, unless the name says it.
+    held: (shape, that number) -> the most that a rank is to hold then, in residuals of one micro-batch on one
+        stage.
     lacks: what a runtime must have to run it and has not.  weights: its policy of updates.
     """
 
-    family: Family | None = None
     recipe: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
     rows: Callable[[Shape], Rows | Schedule] | None = None
     place: str = "line"
@@ -95,8 +90,6 @@ class Entry:
 
     def make(self, shape: Shape, *, copied: bool = False) -> tuple[Rows, int, tuple[Pair, ...]]:
         """The rows, slices of a micro-batch, and pairs. copied: copies will be placed into the rows."""
-        if self.family is not None:
-            return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
             rows = self.rows(shape)
             return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
@@ -150,10 +143,10 @@ MOST_STAGES = 1 << 16
 SLICES = "sequence slices"
 _OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
 
-FAMILIES: dict[str, Family | Entry] = {
-    "forward_only": Entry(family=one_f_one_b.forward_only, about="forwards, for evaluation"),
-    "gpipe": Entry(family=one_f_one_b.gpipe, about="all forwards, then all backwards"),
-    "1f1b": Entry(family=one_f_one_b.one_f_one_b, about="one forward, one backward"),
+FAMILIES: dict[str, Entry] = {
+    "forward_only": Entry(rows=one_f_one_b.forward_only, about="forwards, for evaluation"),
+    "gpipe": Entry(rows=one_f_one_b.gpipe, about="all forwards, then all backwards"),
+    "1f1b": Entry(rows=one_f_one_b.one_f_one_b, about="one forward, one backward"),
     "eager_1f1b": Entry(recipe=one_f_one_b.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
@@ -203,12 +196,12 @@ def names() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
-def register(name: str, family: Family | Entry) -> None:
-    """Make a family known by a name in small letters. Raises: ScheduleError if the name is taken."""
+def register(name: str, known: Entry) -> None:
+    """Make a schedule known by a name in small letters. Raises: ScheduleError if the name is taken."""
     key = str(parse_name(name))
     if key in FAMILIES:
         raise ScheduleError(f"a schedule named {key!r} exists already", hint="choose another name")
-    FAMILIES[key] = family
+    FAMILIES[key] = known
 
 
 def entry(name: str) -> Entry:
@@ -232,7 +225,7 @@ def entry(name: str) -> Entry:
             f"{parsed.given} is {of_type(found)} and not a schedule",
             hint="name a function that takes a Shape and returns a Recipe",
         )
-    return Entry(recipe=found, about="your own") if parsed.in_python else Entry(family=found)
+    return Entry(recipe=found, about="your own")
 
 
 def build(

@@ -31,7 +31,7 @@ from ..simulator.summary import Summary, summarise
 from . import registry
 from .formats import program_text, read_schedule, schedule_text
 from .language import uplinks
-from .language.names import ALIASES, COPY_OPTIONS, load_file, parse_name
+from .language.names import ALIASES, load_file, parse_name
 
 Edges = tuple[tuple[int, int], ...]
 """(from stage, to stage) of each message."""
@@ -415,11 +415,10 @@ def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
 
 
 def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
-    parsed = parse_name(name)
-    given = [part.split("=")[0] for part in parsed.listed.split(",") if part]
-    if registry.entry(name).family is not None and not set(given) <= set(COPY_OPTIONS):
-        raise ScheduleError(
-            f"{parsed.given} has no options, {name!r} gives some", hint=f"write {parsed.given}"
+    if scenario.memory and "memory" in parse_name(name).options:
+        raise ConfigError(
+            f"{name} limits what a rank holds, and so does --memory {scenario.memory}",
+            hint="leave one of them out",
         )
     if stages.replicas > 1 and scenario.chunks > 1:
         raise ScheduleError(

@@ -19,8 +19,7 @@ import numpy as np
 from ...ir.action import Action, B
 from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
 from ...ir.errors import ScheduleError
-from ...ir.flow import Flow, flow_of
-from ...ir.stages import StageGraph
+from ...ir.flow import Flow
 from ..language.patterns import phases
 from ..language.recipe import Recipe
 from ..language.shape import Shape, options
@@ -49,13 +48,7 @@ def _longest(
 
 
 def rows_by_clock(
-    flow: Flow,
-    placement: Sequence[int],
-    microbatches: int,
-    *,
-    forward: Sequence[int],
-    backward: Sequence[int] | None = None,
-    period: int = 1,
+    s: Shape, *, forward: Sequence[int], backward: Sequence[int] | None = None, period: int = 1
 ) -> Rows:
     """For each rank the F, and B if it has a clock, of its stages in clock order.
 
@@ -63,34 +56,31 @@ def rows_by_clock(
     At equal times backwards come first, as they free memory, the reader's before the maker's; then
     forwards, the maker's before the reader's.
     """
-    stages_of_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for stage in flow.order:
-        stages_of_rank[placement[stage]].append(stage)
-    turn = np.arange(microbatches, dtype=np.int64) * period
+    turn = np.arange(s.microbatches, dtype=np.int64) * period
     parts: list[tuple[Codes, Ints, Ints]] = []
-    for stages in stages_of_rank:
-        streams = [(B_, s, backward[s]) for s in reversed(stages)] if backward is not None else []
-        streams += [(F_, s, forward[s]) for s in stages]
+    for stages in s.rank_stages:
+        streams = [(B_, stage, backward[stage]) for stage in reversed(stages)] if backward is not None else []
+        streams += [(F_, stage, forward[stage]) for stage in stages]
         code, where, begin = np.array(streams, np.int64).reshape(-1, 3).T
         order = np.argsort((begin[:, None] + turn).reshape(-1), kind="stable").astype(np.int32)
-        stream, microbatch = np.divmod(order, np.int32(microbatches))
+        stream, microbatch = np.divmod(order, np.int32(s.microbatches))
         parts.append((code.astype(np.int16)[stream], where.astype(np.int32)[stream], microbatch))
     kinds, stages_of, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
     offsets = np.concatenate(([0], np.cumsum([len(kind) for kind, _, _ in parts])))
     return Rows(compute_columns(kinds, stages_of, numbers, offsets))
 
 
-def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def forward_only(s: Shape) -> Rows:
     """Forwards without backwards, for evaluation: micro-batch i at distance d from the start at clock i + d.
     0F0 0F1 0F2
         1F0 1F1 1F2
             2F0 2F1 2F2"""
-    flow = flow_of(stages)
-    start = distance_from_start(flow, placement)
-    return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
+    options(s)
+    start = distance_from_start(s.flow, s.placement)
+    return rows_by_clock(s, forward=[start[stage] for stage in range(len(s.placement))])
 
 
-def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def gpipe(s: Shape) -> Rows:
     """GPipe, arXiv 1811.06965: all forwards, then all backwards; every micro-batch is in flight at once.
 
         0F0 0F1 0F2                 0B0 0B1 0B2
@@ -98,16 +88,15 @@ def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> 
                 2F0 2F1 2F2 2B0 2B1 2B2
     Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
     """
-    flow = flow_of(stages)
-    start = distance_from_start(flow, placement)
-    end = distance_to_end(flow, placement)
-    turn = microbatches + max(start.values())
-    each = range(len(placement))
-    forward, backward = [start[s] for s in each], [turn + end[s] for s in each]
-    return rows_by_clock(flow, placement, microbatches, forward=forward, backward=backward)
+    options(s)
+    start = distance_from_start(s.flow, s.placement)
+    end = distance_to_end(s.flow, s.placement)
+    turn = s.microbatches + max(start.values())
+    each = range(len(s.placement))
+    return rows_by_clock(s, forward=[start[i] for i in each], backward=[turn + end[i] for i in each])
 
 
-def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def one_f_one_b(s: Shape) -> Rows:
     """1F1B: after a warm-up of forwards, one backward after each forward. Few micro-batches in flight.
 
         0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3
@@ -118,12 +107,10 @@ def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: in
     only updates buffers, has its d from what reads it. Idle share as GPipe's. Source: PipeDream-Flush in
     arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
     """
-    flow = flow_of(stages)
-    ahead = distance_to_end(flow, placement)
-    steps = [ahead[s] for s in range(len(placement))]
-    return rows_by_clock(
-        flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
-    )
+    options(s)
+    ahead = distance_to_end(s.flow, s.placement)
+    steps = [ahead[stage] for stage in range(len(s.placement))]
+    return rows_by_clock(s, forward=[-d - 1 for d in steps], backward=steps, period=2)
 
 
 def eager_1f1b(s: Shape) -> Recipe:
