@@ -96,7 +96,6 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
 
 def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tuple[int, int]]:
     """What a stage waits for so that no more than `most` micro-batches have all their residuals on the
-
     device: the micro-batch of an OFFLOAD, and the entry in front of which that is awaited.
 
     entries: per micro-batch that of F, and of B or I; that in front of which RELOAD stands, -1 for what is

@@ -309,8 +309,7 @@ def build_steady(
     micro-batches; built for as many steps as fill the pipeline, and a few more.
 
     Raises: ScheduleError if it does not repeat, or if a micro-batch needs a version of the weights that is
-    not
-        made yet, or no longer kept; and as `build` does.
+        not made yet, or no longer kept; and as `build` does.
 
     >>> from pipeloom.ir.stages import chain
     >>> print(build_steady("1f1b", chain(2), (0, 1), Updates(policy="2bw", every=2)))
@@ -428,9 +427,8 @@ def shape_of(
 def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]:
     """For each stage the most micro-batches whose residuals it holds at once (until B or W); 0 in evaluation.
 
-    on_device: without those on the host, from their AWAIT until their RELOAD. What nothing awaits is taken
-    not
-        to have left before its RELOAD.
+    on_device: without those on the host, from their AWAIT until their RELOAD. What nothing awaits is not
+        taken to have left before its RELOAD.
     """
     columns = schedule.columns
     if not columns.trains:
