@@ -135,6 +135,7 @@ def test_each_rank_copies_what_it_has_no_room_for(dropped: int) -> None:
         ("po:offload=1.5", "1.5 of the 2 stages"),
         ("1f1b:limit=0", "0 residuals"),
         ("1f1b:fit=2", "fit=2"),
+        ("1f1b:offload=-1,fit=1", "offloads -1 of the 1 stages"),
         ("po:fit=1,limit=3", "and limits"),
         ("dualpipe:offload=1", "pairs"),
         ("forward_only:offload=1", "forwards only"),

@@ -113,6 +113,11 @@ class Entry:
         options, text = name.options, name.written
         stages = options.get(OFFLOAD, 0.0 if self.offload is None else float(self.offload(shape)))
         limit = options.get(LIMIT)
+        if stages != int(stages) or not 0 <= stages <= shape.chunks:
+            raise ScheduleError(
+                f"{text} offloads {stages:g} of the {shape.chunks} stages of a rank",
+                hint=f"give a whole number from 0 to {shape.chunks}",
+            )
         if fit := options.get(FIT, 0.0):
             if fit != 1 or limit is not None:
                 both = "" if limit is None else f" and limits a rank to {limit:g} residuals"
@@ -121,11 +126,6 @@ class Entry:
                     hint="write fit=1, and leave out `limit`, which the caps say",
                 )
             return Copies(stages=int(stages), room=shape.room_bytes or (0.0,) * shape.ranks)
-        if stages != int(stages) or not 0 <= stages <= shape.chunks:
-            raise ScheduleError(
-                f"{text} offloads {stages:g} of the {shape.chunks} stages of a rank",
-                hint=f"give a whole number from 0 to {shape.chunks}",
-            )
         if limit is None:
             if not stages:
                 return None
