@@ -253,9 +253,9 @@ def build(
     library_entry, parsed = entry(name), parse_name(name)
     shape = shape_of(stages=stages, placement=placement, microbatches=microbatches, **given)
     shape = replace(shape, options={**shape.options, **parsed.family_options})
-    copies = library_entry.copies(parsed, shape)
     try:
         with own_errors_told(f"{parsed.written} fails"):
+            copies = library_entry.copies(parsed, shape)
             made, slices, pairs = library_entry.make(shape, copied=copies is not None)
         if split_backward and pairs:
             raise ScheduleError(
@@ -341,7 +341,7 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     place = library_entry.place
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
-        table = library_entry.table(ranks)
+        table = _table_of(name, library_entry, ranks)
         count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
         if ranks != count:
             raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
@@ -361,6 +361,26 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
         )
     where = wave(ranks, chunks) if place == "wave" else loop(ranks, chunks)
     return chain(len(where)), where
+
+
+def _table_of(name: str, library_entry: Entry, ranks: int) -> RankTable:
+    """Raises: ScheduleError if it is no table; ConfigError if the user's function fails."""
+    assert library_entry.table is not None
+    with own_errors_told(f"the table of {name} fails"):
+        table = library_entry.table(ranks)
+    if not isinstance(table, Sequence) or not table:
+        raise ScheduleError(
+            f"the table of {name} for {ranks} ranks is {shown(table)}",
+            hint="return a tuple with the rank of each stage, as (0, 1, 0)",
+        )
+    for stage, on in enumerate(table):
+        each = on if isinstance(on, tuple) else (on,)
+        if not each or not all(isinstance(rank, int | np.integer) for rank in each):
+            raise ScheduleError(
+                f"the table of {name} places stage {stage} on {shown(on)}",
+                hint="give each stage its rank, or a tuple of the ranks that it spans",
+            )
+    return table
 
 
 def with_chunks(name: str, chunks: int | None) -> str:
