@@ -435,10 +435,11 @@ def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
 def _slices(name: str) -> int:
     if registry.entry(name).lacks != "sequence slices":
         return 1
-    options = dict(part.split("=", 1) for part in parse_name(name).listed.split(",") if "=" in part)
-    count = options.get("slices", str(SLICES))
-    if not count.isdecimal() or int(count) < 1:
-        raise ScheduleError(f"{name}: a micro-batch has {count} slices", hint="give a whole number from 1 on")
+    count = parse_name(name).options.get("slices", SLICES)
+    if count < 1 or count != int(count):
+        raise ScheduleError(
+            f"{name}: a micro-batch has {count:g} slices", hint="give a whole number from 1 on"
+        )
     return int(count)
 
 
