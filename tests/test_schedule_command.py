@@ -58,6 +58,10 @@ def folder(folder: Path) -> Path:
         "from pipeloom.schedule_language import Entry, Recipe\n"
         "def order(s): return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
         "table = Entry(recipe=order, place='table', table=lambda ranks: (0, 1, 0))\n"
+        "lists = Entry(recipe=order, place='table', table=lambda ranks: [0, [1, 2]])\n"
+        "nowhere = Entry(recipe=order, place='table', table=lambda ranks: (0, ()))\n"
+        "failing = Entry(recipe=order, place='table', table=lambda ranks: 1 / 0)\n"
+        "offloads = Entry(recipe=order, offload=lambda s: 1 / 0)\n"
     )
     (folder / "binary.csv").write_bytes(b"\xff\xfe\x00")
     return folder
@@ -92,7 +96,7 @@ def test_show_writes_a_page_and_a_trace(tmp_path: Path) -> None:
 
 
 def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None:
-    for name in ("1f1b", "chimera", "seq1f1b", "seq1f1b:slices=4"):
+    for name in ("1f1b", "chimera", "seq1f1b", "seq1f1b:slices =4"):
         found = read("show", name, "-m", "6")
         assert found["microbatches"] == 6
         assert all(rank["busy_s"] == pytest.approx(18.0) for rank in found["by_rank"])
@@ -148,6 +152,10 @@ MISTAKES = [
     ("show interleaved:group=0", 1, "group 0"),
     ("show gis_g:size=3", 1, "its options: group"),
     ("show seq1f1b:slices=0", 1, "0 slices"),
+    ("show seq1f1b:slices=0x2", 1, "cannot read option"),
+    ("show 1f1b:memory=2", 1, "no option 'memory'"),
+    ("show zb_1p:memory=3 --memory 8", 2, "and so does --memory 8"),
+    ("search --times plan.json -p 8", 2, "on 2 ranks, -p asks for 8"),
     ("show dualpipe -m 7", 1, "7 is odd"),
     ("show 1f1b -m 1000000000", 2, "too many"),
     ("show interleaved:v=1e9", 1, "1000000000 stages"),
@@ -180,6 +188,10 @@ MISTAKES = [
     ("show order.csv -p 3", 1, "for 2 ranks, not 3"),
     ("show order.csv -p 2 -v 2", 1, "leave -v out"),
     ("show table.py:table", 1, "for 2 ranks, not 4"),
+    ("show table.py:lists", 1, "places stage 1 on [1, 2]"),
+    ("show table.py:nowhere", 1, "places stage 1 on ()"),
+    ("show table.py:failing", 2, "the table of table.py:failing fails: ZeroDivisionError"),
+    ("show table.py:offloads", 2, "table.py:offloads fails: ZeroDivisionError"),
 ]
 
 

@@ -413,7 +413,13 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
         return stages_of(stages, "what was given", ranks)
     path = Path(stages)
     if path.suffix == ".json":
-        return stages_of_plan(path)
+        planned = stages_of_plan(path)
+        if ranks not in (0, planned.ranks):
+            raise ConfigError(
+                f"the stages of {path} are placed on {planned.ranks} ranks, -p asks for {ranks}",
+                hint=f"leave -p out, or plan the model for {ranks} ranks",
+            )
+        return planned
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
