@@ -21,6 +21,7 @@ from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.orders import OrderCandidate, all_bounds, lower_bound, one_by_one, timed
 from pipeloom.schedules.search.problem import SearchProblem, SearchStage
 from pipeloom.schedules.search.search import ENGINES, Progress, SearchOptions, SearchResult, search_orders
+from pipeloom.schedules.search.search_schedule import prove_search
 
 QUICK = SearchOptions(effort=0.2)
 
@@ -327,6 +328,13 @@ SEARCHES = textwrap.dedent(
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
+def test_the_solver_is_missed_only_where_it_would_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.schedules.search.search_schedule.solver_installed", lambda: False)
+    options = SearchOptions(time_limit_s=0.0)
+    few, many = (prove_search(search_orders(problem("M", 2, m, 3), options)).left_out for m in (3, 20))
+    assert "OR-tools is not installed" in few and not many
+
+
         print("interrupted")
     """
 )

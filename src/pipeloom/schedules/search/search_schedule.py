@@ -25,7 +25,7 @@ from ..language.names import load_file
 from ..language.placements import loop, wave
 from ..recipe_text import IMPORTS, recipe_text
 from ..scenario import Scenario, between, load_work, wired
-from .exact import solver_installed
+from .exact import MOST_ENTRIES, solver_installed
 from .orders import OrderCandidate
 from .problem import SearchProblem, SearchStage
 from .search import Progress, SearchOptions, SearchResult, search_orders
@@ -305,7 +305,8 @@ class FoundSchedule:
 
     @property
     def left_out(self) -> str:
-        if self.result.ended == "optimal" or solver_installed():
+        few = self.result.problem.entries <= MOST_ENTRIES  # as the engine is asked about
+        if self.result.ended == "optimal" or not few or solver_installed():
             return ""
         return "engine exact was left out: OR-tools is not installed (pip install pipeloom[search])"
 
