@@ -86,6 +86,12 @@ def test_micro_batches_make_whole_updates() -> None:
     assert "multiple of 4" in refused(one_f_one_b(2, 10), Updates(policy="stash", every=4))
 
 
+def test_2bw_says_how_seldom_updates_may_be() -> None:
+    """Of a long schedule too, without trying each number."""
+    said = refused(built("gpipe", 2, 2000), Updates(policy="2bw"))
+    assert "update every 1000 micro-batches or more" in said
+
+
 def test_slices_of_a_micro_batch_share_a_version() -> None:
     found = versions(built("seq1f1b:slices=2", 2, 12), STASH)
     assert [len(stage.used) for stage in found] == [6, 6]

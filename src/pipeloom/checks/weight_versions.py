@@ -7,6 +7,7 @@ if it has made version t.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -110,8 +111,13 @@ class _Weights:
     rank: int
     stage: int
     updates: Updates
+    trial: bool = False
     newest: int = 0
     needed: int = 1
+    oldest: int = 0
+    """The oldest version that a micro-batch in flight uses; the newest if there is none."""
+    users: dict[int, int] = field(default_factory=dict)
+    """Version -> micro-batches in flight that use it."""
     used: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> slices whose gradients are not made yet."""
@@ -124,7 +130,9 @@ class _Weights:
             return
         microbatch = action.microbatch // self.schedule.slices
         if action.kind == F and microbatch not in self.used:
-            self.used[microbatch] = self._version(action, microbatch)
+            version = self.used[microbatch] = self._version(action, microbatch)
+            self.users[version] = self.users.get(version, 0) + 1
+            self.oldest = min(self.oldest, version)
             self.left[microbatch] = self.schedule.slices
             self._count()
         self._refuse_lost(action, microbatch)
@@ -132,6 +140,7 @@ class _Weights:
             self.left[microbatch] -= 1
             if not self.left[microbatch]:
                 del self.left[microbatch]
+                self.users[self.used[microbatch]] -= 1
                 self._done(microbatch)
                 self._count()
 
@@ -141,7 +150,7 @@ class _Weights:
             raise ScheduleError(
                 f"rank {self.rank} runs {action} with weight version {version}, but the newest there is "
                 f"{self.newest}: version {version} needs {self._late(version)}, which comes later",
-                hint=self._larger(),
+                hint=None if self.trial else self._larger(),
             )
         return version
 
@@ -156,16 +165,20 @@ class _Weights:
 
     def _larger(self) -> str:
         count = self.schedule.microbatches // self.schedule.slices
-        for every in range(self.updates.every + 1, count + 1):
-            trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every))
-            try:
-                for other in self.schedule.rows[self.rank]:
-                    if other.stage == self.stage:
-                        trial.run(other)
-            except ScheduleError:
-                continue
+        every = bisect_left(range(count), True, self.updates.every + 1, key=self._runs_with)
+        if every < count or self._runs_with(count):
             return f"update every {every} micro-batches or more, or run fewer forwards ahead on this rank"
         return f"run fewer forwards ahead of the backwards on rank {self.rank}"
+
+    def _runs_with(self, every: int) -> bool:
+        trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every), trial=True)
+        try:
+            for other in self.schedule.rows[self.rank]:
+                if other.stage == self.stage:
+                    trial.run(other)
+        except ScheduleError:
+            return False
+        return True
 
     def _refuse_lost(self, action: Action, microbatch: int) -> None:
         limit, version = self.updates.limit, self.used[microbatch]
@@ -193,8 +206,9 @@ class _Weights:
     def _count(self) -> None:
         """Versions from the oldest that a micro-batch in flight uses, or a next one will, to the newest."""
         coming = self.updates.rule.version(len(self.used), self.updates.every, self.newest)
-        lowest = min((coming, self.newest, *(self.used[m] for m in self.left)))
-        self.needed = max(self.needed, self.newest - lowest + 1)
+        while self.oldest < self.newest and not self.users.get(self.oldest):
+            self.oldest += 1
+        self.needed = max(self.needed, self.newest - min(coming, self.oldest) + 1)
 
     def result(self) -> StageVersions:
         used = tuple(self.used[m] for m in sorted(self.used))
