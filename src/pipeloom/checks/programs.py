@@ -7,6 +7,7 @@ not its steps one by one, and take time linear in their number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..ir.action import (
     F,
     Kind,
 )
-from ..ir.columns import F_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
+from ..ir.columns import F_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, Longs, starts_of
 from ..ir.dependencies import entry_needs, meets
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
@@ -132,6 +133,7 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
     wanted = _optimizer_steps(program, stages) if columns.trains else [[] for _ in range(columns.ranks)]
     entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
     parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
+    adding = _adding(program)
     for rank, part in enumerate(parts):
         closing = [columns.at(entry) for entry in part.tolist()]
         allowed, present = set(wanted[rank]), set(closing)
@@ -148,10 +150,12 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
         if len(closing) > len(present):
             twice = next(step for step in wanted[rank] if closing.count(step) > 1)
             raise ScheduleError(f"rank {rank} runs {twice} twice", hint="remove one of them")
-        for update in program.updates:
-            mine = [at for at, step in enumerate(closing) if step.microbatch == update]
-            if mine:
-                _closes(program, rank, update, [closing[at] for at in mine], int(part[mine[0]]))
+        of_update: dict[int, list[int]] = {}
+        for at, step in enumerate(closing):
+            of_update.setdefault(step.microbatch, []).append(at)
+        for update, mine in of_update.items():
+            begin = int(part[mine[0]])
+            _closes(program, rank, [closing[at] for at in mine], begin, adding[rank][update])
 
 
 def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[Action]]:
@@ -168,22 +172,31 @@ def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[Action]]
     return steps
 
 
-def _closes(program: Program, rank: int, update: int, closing: list[Action], begin: int) -> None:
-    """REDUCE before any STEP, and both behind all that adds to the gradients of their update: where there is
-    only one, all compute actions."""
+def _adding(program: Program) -> list[dict[int, Longs]]:
+    """Per rank and update the entries that add to its gradients: of the only update all compute actions."""
+    columns, every = program.columns, program.every
+    adds, update = columns.is_compute, np.full(len(columns), -1)
+    if every is not None:
+        adds = columns.among(code for code, kind in enumerate(columns.kinds) if writes_gradients(kind))
+        update = columns.microbatch // every
+    found = []
+    for low, high in pairwise(columns.offsets.tolist()):
+        entries = low + np.flatnonzero(adds[low:high])
+        order = np.argsort(update[entries], kind="stable")
+        firsts = np.searchsorted(update[entries[order]], program.updates[1:])
+        found.append(dict(zip(program.updates, np.split(entries[order], firsts), strict=True)))
+    return found
+
+
+def _closes(program: Program, rank: int, closing: list[Action], begin: int, adds: Longs) -> None:
+    """REDUCE before any STEP, and both behind all that adds to the gradients of their update."""
     kinds = [step.kind for step in closing]
     if REDUCE in kinds[1:]:
         late = closing[kinds.index(REDUCE)]
         raise ScheduleError(f"rank {rank} runs {late} after {closing[0]}", hint=f"move {late} in front of it")
-    columns = program.columns
-    rest = slice(begin, int(columns.offsets[rank + 1]))
-    adds = columns.is_compute[rest]
-    if program.every is not None:
-        writing = [code for code, kind in enumerate(columns.kinds) if writes_gradients(kind)]
-        adds = columns.among(writing)[rest] & (columns.microbatch[rest] // program.every == update)
-    behind = np.flatnonzero(adds)
+    behind = adds[adds > begin]
     if len(behind):
-        step = columns.at(begin + int(behind[0]))
+        step = program.columns.at(int(behind[0]))
         raise ScheduleError(
             f"rank {rank} runs {closing[0]} before {step}", hint=f"move {closing[0]} behind {step}"
         )
