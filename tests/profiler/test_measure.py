@@ -206,6 +206,16 @@ DEVICE = Device(
 CLUSTER = replace(cpu_cluster(1), devices=(DEVICE,))
 
 
+def test_an_lstm_of_the_cpu_counts_as_products() -> None:
+    """16 steps of 8 rows pass both matrices; their gradients take twice that."""
+    lstm, rows = nn.LSTM(64, 128), torch.randn(16, 8, 64, requires_grad=True)
+    outputs: list[torch.Tensor] = []
+    kernels = measure_modules._Roofline(DEVICE)
+    product_s = 2 * 16 * 8 * 4 * 128 * (64 + 128) / 1e10
+    assert product_s <= kernels.once(lambda: outputs.append(lstm(rows)[0])) < 1.2 * product_s
+    assert 2 * product_s <= kernels.once(outputs[0].sum().backward) < 2.4 * product_s
+
+
 def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:
     """Times by kernel, and what is kept for the backward: of a model cut between its modules, and of its
     ops."""

@@ -32,7 +32,7 @@ from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
 from .measure_op import LEAST_REPEATS, Timer, each_once, measured_profile, torch_threads
 from .roofline import kernel_seconds, require_rates
-from .rules import UNKNOWN, rule_of
+from .rules import UNKNOWN, base_name, recurrent_flops, rule_of
 
 
 def measure_modules(captured: Captured, device: str) -> Profile:
@@ -91,13 +91,16 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if func.is_view or rule.kind == "free" or not made:
             return out
-        count = flop_registry.get(_counted_as(func))
-        flops = count(*args, **kwargs, out_val=out) if count is not None else made[0].numel()
+        flops = _product_flops(func, args, kwargs, out)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = sum(t.numel() * t.element_size() for t in (*read, *made))
-        kind = rule.kind if count is None or rule is not UNKNOWN else "matmul"
+        kind = rule.kind if flops is None or rule is not UNKNOWN else "matmul"
         self.seconds += kernel_seconds(
-            self._device, flops, moved, kind, str(made[0].dtype).removeprefix("torch.")
+            self._device,
+            made[0].numel() if flops is None else flops,
+            moved,
+            kind,
+            str(made[0].dtype).removeprefix("torch."),
         )
         return out
 
@@ -114,6 +117,21 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
         self.made.append((str(func), *((t.shape, t.dtype) for t in tensors)))
         return out
+
+
+_PASSES = {"mkldnn_rnn_layer": 1, "mkldnn_rnn_layer_backward": 2}
+"""A layer of an LSTM on the CPU, of which PyTorch counts nothing -> how often data passes its weights. One
+kernel makes the gradients of values and of parameters."""
+
+
+def _product_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
+    """Operations of a kernel that multiplies matrices; None for others."""
+    if passes := _PASSES.get(base_name(str(func))):
+        data, *weights = args[:5]
+        return passes * recurrent_flops([data.shape], [weight.shape for weight in weights])
+    count = flop_registry.get(_counted_as(func))
+    flops: float | None = None if count is None else count(*args, **kwargs, out_val=out)
+    return flops
 
 
 def _counted_as(func: Any) -> Any:
