@@ -402,7 +402,7 @@ def levels_of(problem: SearchProblem) -> Levels:
     unit, finite = max(problem.rank_bytes), [cap for cap in problem.limits if cap < inf]
     most = max(finite, default=inf)
     shares = tuple(
-        1.0 if not finite or cap == most else round(cap / most, 9) if cap < inf else inf
+        1.0 if not finite or cap == most else float(f"{cap / most:.12g}") if cap < inf else inf
         for cap in problem.limits
     )
     peaks = one_by_one(problem).peaks
