@@ -120,7 +120,8 @@ def shuffled(asked: SearchProblem, draw: random.Random) -> OrderCandidate:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
-    asked = replace(random_case(seed), transfer_s=0.0)
+    """Also where messages wait for each other."""
+    asked = replace(random_case(seed), transfer_s=2.5 * (seed % 2))
     found = shuffled(asked, random.Random(seed))
     assert proved(asked, found) == pytest.approx(found.step_s, abs=1e-9)
 
@@ -186,6 +187,20 @@ def test_too_little_memory_is_refused(unit: int, words: str) -> None:
     stages = tuple(replace(stage, residual_bytes=unit * stage.residual_bytes) for stage in asked.stages)
     with pytest.raises(PlanError, match=words):
         search_orders(replace(asked, stages=stages, caps=tuple(unit * cap for cap in asked.caps), unit=unit))
+
+
+def test_messages_of_a_link_follow_each_other() -> None:
+    """Rank 0 sends 4 messages of 3 s, from 1 s on; the last is then computed and comes back."""
+    stages = tuple(replace(s, input_grad_s=0.5, weight_grad_s=0.5) for s in problem("V", 2, 4, 4).stages)
+    result = search_orders(SearchProblem(stages=stages, microbatches=4, transfer_s=3.0), QUICK)
+    assert result.ended == "optimal" and result.progress.bound.name == "busiest link"
+    assert result.best.step_s == proved(result.problem, result.best) == 19.0
+
+
+def test_limits_may_be_far_apart() -> None:
+    asked = problem("V", 2, 4, 4)
+    far, near = (search_orders(replace(asked, caps=(most, 2.0)), QUICK) for most in (1e12, 4.0))
+    assert far.best.step_s == near.best.step_s
 
 
 def test_a_rank_without_a_stage_is_refused() -> None:
@@ -313,6 +328,13 @@ def test_without_the_solver_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.progress.bound.name != "exact" and result.best.step_s < inf
 
 
+def test_the_solver_is_missed_only_where_it_would_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.schedules.search.search_schedule.solver_installed", lambda: False)
+    options = SearchOptions(time_limit_s=0.0)
+    few, many = (prove_search(search_orders(problem("M", 2, m, 3), options)).left_out for m in (3, 20))
+    assert "OR-tools is not installed" in few and not many
+
+
 # Ctrl-C after searches.
 
 
@@ -328,13 +350,6 @@ SEARCHES = textwrap.dedent(
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
-def test_the_solver_is_missed_only_where_it_would_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.schedules.search.search_schedule.solver_installed", lambda: False)
-    options = SearchOptions(time_limit_s=0.0)
-    few, many = (prove_search(search_orders(problem("M", 2, m, 3), options)).left_out for m in (3, 20))
-    assert "OR-tools is not installed" in few and not many
-
-
         print("interrupted")
     """
 )

@@ -1,8 +1,9 @@
 """Exact answers by CP-SAT of OR-tools, the optional extra `search`: to small cases.
 
-Every entry is an interval; those of a rank do not overlap, results arrive before they are used,
-and residuals are intervals that fill a store. The micro-batches of a unit begin in their order: they are
-alike, so that renaming them unit by unit makes an order of that kind from any other one, with the same times.
+Every entry is an interval; those of a rank do not overlap, results arrive before they are used, and residuals
+are intervals that fill a store. Messages do not wait for each other here: a step may take longer, none less.
+The micro-batches of a unit begin in their order: they are alike, so that renaming them unit by unit makes an
+order of that kind from any other one, with the same times.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import numpy as np
 
 from ...ir.action import B, F, I, W
 from ...ir.columns import Floats, Longs
-from .problem import SearchProblem, TimingArrays, run_order
+from .problem import QueuedMessage, SearchProblem, TimingArrays, run_order
 
 
 @dataclass(frozen=True)
 class Bound:
-    """name: "busiest rank", "critical path" or "memory x time".  why: in words."""
+    """name: "busiest rank", "busiest link", "critical path" or "memory x time".  why: in words."""
 
     seconds: float
     name: str
@@ -41,7 +41,7 @@ def all_bounds(problem: SearchProblem) -> list[Bound]:
     bounds = [Bound(longest, "critical path", f"one micro-batch takes {longest:g} {where}")]
     for rank in range(problem.ranks):
         bounds += [_busy(problem, rank), _memory(problem, rank)]
-    return bounds
+    return bounds + _links(problem)
 
 
 def one_microbatch(problem: SearchProblem) -> float:
@@ -94,6 +94,23 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
     return Bound(head + seconds + tail if seconds else 0.0, "memory x time", why)
 
 
+def _links(problem: SearchProblem) -> list[Bound]:
+    """Of links whose messages may wait for each other: one is sent first, and something follows the last."""
+    if problem.shortest == "span":
+        return []
+    sent: dict[tuple[int, int], list[QueuedMessage]] = {}
+    for message in problem.queued_messages:
+        sent.setdefault(message.link, []).append(message)
+    bounds = []
+    for (source, target), own in sent.items():
+        begin = min(problem.heads[one.maker] + problem.seconds(problem.units[one.maker]) for one in own)
+        busy = problem.microbatches * sum(one.seconds for one in own)
+        rest = min(problem.seconds(problem.units[one.reader]) + problem.tails[one.reader] for one in own)
+        why = f"messages from rank {source} to {target} begin at {begin:g}, take {busy:g} and leave {rest:g}"
+        bounds.append(Bound(begin + busy + rest, "busiest link", why))
+    return bounds
+
+
 def residual_seconds(problem: SearchProblem, rank: int) -> float:
     """Bytes x seconds of the residuals of one micro-batch on a rank, at least."""
     first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
@@ -141,9 +158,10 @@ class OrderCandidate:
 
 
 def new_clock(problem: SearchProblem) -> TimingArrays:
-    ranks = problem.ranks
+    ranks, t = problem.ranks, problem.arrays
     return TimingArrays(
-        end=np.zeros(len(problem.units) * problem.microbatches),
+        end=np.zeros((len(t.seconds) + len(t.link)) * problem.microbatches),
+        link=np.zeros(int(t.link.max(initial=-1)) + 1),
         free=np.zeros(ranks),
         used=np.zeros(ranks),
         peak=np.zeros(ranks),
@@ -161,7 +179,7 @@ def timed(
         step_s=float(clock.free.max()),
         cost_s=cost_s,
         peaks=tuple(map(float, clock.peak)),
-        ends=clock.end,
+        ends=clock.end[: problem.entries],
         engine=engine,
         repeating=repeating,
     )

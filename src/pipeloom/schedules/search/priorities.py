@@ -56,7 +56,7 @@ def earliest(t: Units, c: TimingArrays, r: DispatchRules, u: int, m: int) -> flo
     for at in range(t.need_at[u], t.need_at[u + 1]):
         if r.next[t.need[at]] <= b:
             return float("inf")
-        begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
+        begin = max(begin, c.end[t.seen[at] * m + b] + t.delay[at])
     return begin
 
 

@@ -6,8 +6,9 @@ Units are numbered so that those which one waits for stand before it: forwards i
 backwards in the opposite one, then the weight gradients.
 
 An order lists everything once: entry e stands for unit e // m and micro-batch e % m. Each entry begins as
-soon as its ranks are free and what it waits for is there; so an order in which nothing stands before what it
-needs can never block, and gives the times that the simulator gives for its rows.
+soon as its ranks are free and what it waits for is there; messages from one rank to another follow each other
+in the order in which they are sent. So an order in which nothing stands before what it needs can never block,
+and gives the times that the simulator gives for its rows.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ EPS = 1e-9
 
 class Units(NamedTuple):
     """Per unit its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
-    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive.  meet:
-    whether two units share a rank.  tail: what must follow.  span: whether the longest time from a rank's
-    first action to its last is to be short, and not the step."""
+    its ranks, those of unit u from `on_at[u]` on; what it needs, where in `TimingArrays.end` that is seen,
+    and how long it then takes to arrive.  link, wire: of its messages that may wait for each other, from
+    `sends_at[u]` on, the link and the seconds.  meet: whether two units share a rank.  tail: what must
+    follow.  span: whether the longest time from a rank's first action to its last is to be short, and not
+    the step."""
 
     microbatches: int
     seconds: Floats
@@ -49,7 +52,11 @@ class Units(NamedTuple):
     on: Longs
     need_at: Longs
     need: Longs
+    seen: Longs
     delay: Floats
+    sends_at: Longs
+    link: Longs
+    wire: Floats
     meet: Bools
     tail: Floats
     cap: Floats
@@ -57,10 +64,12 @@ class Units(NamedTuple):
 
 
 class TimingArrays(NamedTuple):
-    """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
-    and when its time began: negative before its first action where spans count, else 0."""
+    """What timing writes. Per entry its end, and behind those when each message of `Units.link` is there; per
+    link when it is free; per rank when it is free, what it holds and has held at most, and when its time
+    began: negative before its first action where spans count, else 0."""
 
     end: Floats
+    link: Floats
     free: Floats
     used: Floats
     peak: Floats
@@ -69,6 +78,8 @@ class TimingArrays(NamedTuple):
 
 @kernel
 def reset(t: Units, c: TimingArrays) -> None:
+    for link in range(len(c.link)):
+        c.link[link] = 0.0
     for rank in range(len(c.free)):
         c.free[rank] = 0.0
         c.used[rank] = 0.0
@@ -85,10 +96,14 @@ def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
     for at in range(t.on_at[u], t.on_at[u + 1]):
         begin = max(begin, c.free[t.on[at]])
     for at in range(t.need_at[u], t.need_at[u + 1]):
-        begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
+        begin = max(begin, c.end[t.seen[at] * m + b] + t.delay[at])
     end = begin + t.seconds[u]
     taken = 0.0
     c.end[u * m + b] = end
+    for at in range(t.sends_at[u], t.sends_at[u + 1]):  # messages of a link follow each other
+        there = max(end, c.link[t.link[at]]) + t.wire[at]
+        c.link[t.link[at]] = there
+        c.end[(len(t.seconds) + at) * m + b] = there
     for at in range(t.on_at[u], t.on_at[u + 1]):
         rank = t.on[at]
         c.free[rank] = end
@@ -178,6 +193,15 @@ class Unit:
     stage: int
     kind: Kind
     ranks: tuple[int, ...]
+
+
+class QueuedMessage(NamedTuple):
+    """What a unit sends to another one, from rank to rank."""
+
+    maker: int
+    reader: int
+    link: tuple[int, int]
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,8 +381,18 @@ class SearchProblem:
 
     @cached_property
     def arrays(self) -> Units:
-        units, needs = self.units, self.needs
-        edges = [(i, p) for i, own in enumerate(needs) for p in own]
+        units, queued = self.units, self.queued_messages
+        slots: dict[tuple[int, int], list[int]] = {}
+        for number, one in enumerate(queued):
+            slots.setdefault((one.reader, one.maker), []).append(number)
+        edges: list[tuple[int, int, int, float]] = []  # reader, maker, where it is seen, seconds from then on
+        for i, own in enumerate(self.needs):
+            for p in own:
+                waits = slots.get((i, p), [])
+                edges += [(i, p, len(units) + number, 0.0) for number in waits]
+                if not waits or len(waits) < len(self._links(p, i)):
+                    edges.append((i, p, p, self._delay(units[p], units[i])))
+        links = {link: n for n, link in enumerate(dict.fromkeys(one.link for one in queued))}
         kinds = {F: 0, B: 1, I: 1, W: 2}
         here = np.array([[float(r in u.ranks) for r in range(self.ranks)] for u in units])
         return Units(
@@ -368,14 +402,47 @@ class SearchProblem:
             kind=np.array([kinds.get(u.kind, 2) for u in units], np.int64),
             on_at=_offsets([len(u.ranks) for u in units]),
             on=np.array([r for u in units for r in u.ranks], np.int64),
-            need_at=_offsets([len(own) for own in needs]),
-            need=np.array([p for _, p in edges], np.int64),
-            delay=np.array([self._delay(units[p], units[i]) for i, p in edges], np.float64),
+            need_at=_offsets(_counts([i for i, *_ in edges], len(units))),
+            need=np.array([p for _, p, _, _ in edges], np.int64),
+            seen=np.array([slot for _, _, slot, _ in edges], np.int64),
+            delay=np.array([seconds for *_, seconds in edges], np.float64),
+            sends_at=_offsets(_counts([one.maker for one in queued], len(units))),
+            link=np.array([links[one.link] for one in queued], np.int64),
+            wire=np.array([one.seconds for one in queued], np.float64),
             meet=(here @ here.T) > 0,
             tail=np.array([0.0] * len(units) if self.shortest == "span" else self.tails, np.float64),
             span=self.shortest == "span",
             cap=np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9,
         )
+
+    def _links(self, maker: int, reader: int) -> list[tuple[int, int]]:
+        source, target = self.units[maker], self.units[reader]
+        if source.stage == target.stage:
+            return []
+        return [(a, b) for a in source.ranks for b in target.ranks if a != b]
+
+    @cached_property
+    def queued_messages(self) -> tuple[QueuedMessage, ...]:
+        """Messages of links on which one may wait for another, by the unit that sends them. None waits where
+        each unit sends one, which is through before the next unit can end."""
+        if not self.transfer_s and not any(self.edge_s.values()):
+            return ()
+        sent: dict[tuple[int, int], list[QueuedMessage]] = {}
+        for i, own in enumerate(self.needs):
+            for p in own:
+                seconds = self._delay(self.units[p], self.units[i])
+                for link in self._links(p, i):
+                    sent.setdefault(link, []).append(
+                        QueuedMessage(maker=p, reader=i, link=link, seconds=seconds)
+                    )
+        queued = []
+        for messages in sent.values():
+            makers = {one.maker for one in messages}
+            apart = min(self.seconds(self.units[p]) for p in makers)
+            longest = max(one.seconds for one in messages)
+            if longest > apart or (longest and len(makers) < len(messages)):
+                queued += messages
+        return tuple(sorted(queued, key=lambda one: one.maker))
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
@@ -419,5 +486,9 @@ class SearchProblem:
         return tuple(map(tuple, rows))
 
 
-def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _counts(numbers: Sequence[int], size: int) -> Longs:
+    return np.bincount(np.array(numbers, np.int64), minlength=size)
+
+
+def _offsets(lengths: Sequence[int] | Longs) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

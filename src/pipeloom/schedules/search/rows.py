@@ -29,12 +29,13 @@ EVERY = 16
 
 
 class RowsState(NamedTuple):
-    """known: ends as of now.  free to longest: snapshots of the ranks, one per `EVERY` places.  cost: of now,
-    of best."""
+    """known: ends as of now.  link to longest: snapshots of links and ranks, one per `EVERY` places.  cost:
+    of now, of best."""
 
     order: Longs
     best: Longs
     known: Floats
+    link: Floats
     free: Floats
     used: Floats
     peak: Floats
@@ -45,7 +46,9 @@ class RowsState(NamedTuple):
 
 @kernel
 def take(s: RowsState, c: TimingArrays, number: int, longest: float) -> None:
-    ranks = len(c.free)
+    ranks, links = len(c.free), len(c.link)
+    for link in range(links):
+        s.link[number * links + link] = c.link[link]
     for rank in range(ranks):
         s.free[number * ranks + rank] = c.free[rank]
         s.used[number * ranks + rank] = c.used[rank]
@@ -58,7 +61,9 @@ def take(s: RowsState, c: TimingArrays, number: int, longest: float) -> None:
 def time_from(t: Units, c: TimingArrays, s: RowsState, low: int, within: float, write: bool) -> float:
     """Time the order from place `low` on; what stands before it is as it was. Returns: its cost, infinite
     where a limit is broken, or something longer than `within`."""
-    m, ranks, number = t.microbatches, len(c.free), low // EVERY
+    m, ranks, links, number = t.microbatches, len(c.free), len(c.link), low // EVERY
+    for link in range(links):
+        c.link[link] = s.link[number * links + link]
     for rank in range(ranks):
         c.free[rank] = s.free[number * ranks + rank]
         c.used[rank] = s.used[number * ranks + rank]
@@ -156,11 +161,15 @@ def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Lon
             shift(s, target, place)
             for at in range(low // EVERY * EVERY, count):
                 c.end[s.order[at]] = s.known[s.order[at]]
+            for at in range(count, len(c.end)):
+                c.end[at] = s.known[at]
             continue
         time_from(t, c, s, low, float("inf"), True)
         s.cost[0] = cost
         for at in range(low // EVERY * EVERY, count):
             s.known[s.order[at]] = c.end[s.order[at]]
+        for at in range(count, len(c.end)):
+            s.known[at] = c.end[at]
         if cost < s.cost[1] - EPS:
             s.cost[1] = cost
             for at in range(count):
@@ -195,7 +204,8 @@ def anneal(
     state = RowsState(
         order=start.order.copy(),
         best=start.order.copy(),
-        known=start.ends.copy(),
+        known=np.zeros(len(clock.end)),
+        link=np.zeros(places * len(clock.link)),
         free=np.zeros(places * problem.ranks),
         used=np.zeros(places * problem.ranks),
         peak=np.zeros(places * problem.ranks),
