@@ -95,7 +95,7 @@ def simulate(
     caps = [*map(min, room, plan.caps or room)]
     drawn = [*terminal.report(predicted=timeline, width=terminal.console().width)]
     if described is None:
-        drawn.append("the step is of ops alone: what ranks do between them `pipeloom plan` rehearses")
+        drawn.append("the step counts ops alone; what ranks do between them is rehearsed by `pipeloom plan`")
     drawn += [
         f"rank {rank} holds {format_bytes(peak)}, {format_bytes(peak - cap)} more than its cap of "
         f"{format_bytes(cap)}"
