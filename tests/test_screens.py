@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("screens")
     with pytest.MonkeyPatch.context() as patch:
         commands.prepare(folder, patch, CLUSTER)
-        commands.good(*f"{PLAN} --planner exact --no-what-if -o plan.json".split())
+        commands.good(*f"{PLAN} --planner exact --schedule 1f1b --no-what-if -o plan.json".split())
         commands.good(*"profile mine.py:wide --cluster cluster.toml --save-graph g.json".split())
     return folder
 

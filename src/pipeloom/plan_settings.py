@@ -79,7 +79,7 @@ class PlanSettings:
     schedule: str | None = setting(
         None,
         "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own. By default "
-        "the choice of a planner that has one, as auto; 1f1b with others.",
+        f"the choice of a planner that has one, as auto; {DEFAULT_SCHEDULE} with others.",
         short="-s",
     )
     chunks: int | None = setting(

@@ -13,9 +13,9 @@ from random_stages import random_model
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.own_search import by_cuts
+from pipeloom.planner.pipeoffload_schedules import pipeoffload_schedules
 from pipeloom.planner.planners import PLANNERS, make_plan
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.schedules_to_try import schedules_to_try
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.strategies.dawnpiper import dawnpiper
 
@@ -61,7 +61,7 @@ def seconds(plan, *asked) -> float:
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(8)])
 def test_it_is_the_best_of_a_grid(seed: int) -> None:
     make = cache(plans(seed, (None, 1.0, 0.9, 0.8)[seed % 4]))
-    names = (*schedules_to_try(RANKS, 12), *LIMITED)
+    names = (*pipeoffload_schedules(RANKS, 12), *LIMITED)
     ways = [(name, *how) for name in names for how in (("exact", ()), ("probe", ("recompute",)))]
     ways += [(name, "dawnpiper", None) for name in ("1f1b", "gis_h")]
     least = min(seconds(make, *way) for way in ways)

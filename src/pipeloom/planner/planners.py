@@ -36,9 +36,9 @@ from .own_search import (
     level_candidates,
     refusal,
 )
+from .pipeoffload_schedules import pipeoffload_schedules
 from .refusals import fits, refuse_nonsense, scale_caps
 from .request import Planner, PlanOptions, Request, SearchWatch
-from .schedules_to_try import schedules_to_try
 from .search.cut_search import Search
 from .search.layer_groups import whole_modules
 from .search.problem import Cuts
@@ -173,9 +173,9 @@ def _fill(search: Search) -> Cuts:
 
 
 def offloading_schedules(request: Request) -> tuple[str, ...]:
-    """Those that PipeOffload leaves to its user, see schedules_to_try.py."""
+    """Those that PipeOffload leaves to its user, see pipeoffload_schedules.py."""
     places = len(Readers(request.graph).cut_points) - 1
-    return schedules_to_try(len(request.cluster.devices), places, copies=request.may_offload)
+    return pipeoffload_schedules(len(request.cluster.devices), places, copies=request.may_offload)
 
 
 def search_of(request: Request, name: str) -> Search:

@@ -37,11 +37,11 @@ from ...schedules import registry
 from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
 from ..fit_caps import fit_caps
+from ..pipeoffload_schedules import CHUNKS, pipeoffload_schedules
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refusals import fits, state_passes_caps, too_many_stages
 from ..request import Request
-from ..schedules_to_try import CHUNKS, schedules_to_try
 from ..search.cut_search import Search
 from ..search.problem import Cuts
 from ..searched_order import with_searched_order
@@ -238,8 +238,8 @@ class JointSearch:
         options, ranks = self.request.options, len(self.request.cluster.devices)
         if options.schedule or options.schedules or self.request.updates or not self.request.may_offload:
             return ()
-        plain = set(schedules_to_try(ranks, self.places, copies=False))
-        return tuple(name for name in schedules_to_try(ranks, self.places) if name not in plain)
+        plain = set(pipeoffload_schedules(ranks, self.places, copies=False))
+        return tuple(name for name in pipeoffload_schedules(ranks, self.places) if name not in plain)
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""

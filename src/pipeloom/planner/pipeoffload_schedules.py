@@ -14,14 +14,14 @@ CHUNKS = (2, 4)
 """Stages per rank that are tried."""
 
 
-def schedules_to_try(ranks: int, most_stages: int, *, copies: bool = True) -> tuple[str, ...]:
+def pipeoffload_schedules(ranks: int, most_stages: int, *, copies: bool = True) -> tuple[str, ...]:
     """Schedules that are worth a try, by name.
 
     most_stages: into which the model can be cut.  copies: those that offload, too.
 
-    >>> schedules_to_try(2, 4, copies=False)
+    >>> pipeoffload_schedules(2, 4, copies=False)
     ('1f1b', 'gis_h', 'zb_h1', 'gis:v=2', 'po:v=2', 'zb_v')
-    >>> schedules_to_try(2, 2)
+    >>> pipeoffload_schedules(2, 2)
     ('1f1b', 'zb_h1', '1f1b:offload=1', '1f1b:fit=1')
     """
     several = [v for v in CHUNKS if v * ranks <= most_stages]
