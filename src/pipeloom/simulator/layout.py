@@ -26,7 +26,6 @@ from ..ir.columns import (
     SEND_F_,
     STEP_,
     W_,
-    Codes,
     Columns,
     Floats,
     Ints,
@@ -37,7 +36,6 @@ from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.dependencies import meets
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
-from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
@@ -197,70 +195,28 @@ def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Longs, list[int
 
 def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first: Longs) -> EventCodes:
     """first: the first message of each channel, and their number."""
-    message, route = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
+    kind, route = columns.kind, messages.route
+    sends = _by_channel(np.flatnonzero((kind == SEND_F_) | (kind == SEND_B_)), route, channel)
+    receives = _by_channel(np.flatnonzero((kind == RECV_F_) | (kind == RECV_B_)), route, channel)
+    computes = np.flatnonzero(columns.is_compute)
+    message = np.full(len(columns), -1, np.int32)
+    message[sends] = np.arange(len(sends))
+    message[receives] = message[messages.sent[route[receives], columns.microbatch[receives]]]
     code = np.full(len(columns), OTHER, np.int32)
-    ends = (columns.microbatch, messages.route, messages.sent)
-    _number_messages(columns.kind, ends, channel, first[:-1].copy(), message, route)
-    entries = (columns.kind, columns.stage, messages.route, message)
-    in_order = bool(_encode(entries, len(columns.kinds), (channel, first[:-1].copy()), code))
-    if in_order:
-        return EventCodes(message, route, code, in_order, np.zeros(0, np.int64))
-    receives = np.flatnonzero((columns.kind == RECV_F_) | (columns.kind == RECV_B_))
-    of = channel[messages.route[receives]]
-    by_channel = np.argsort(of, kind="stable")
+    code[sends] = 4 * route[sends] + SENDS
+    code[receives] = 4 * route[receives] + RECEIVES
+    code[computes] = 4 * (columns.stage[computes] * len(columns.kinds) + kind[computes]) + COMPUTES
+    received = message[receives]
+    if np.array_equal(received, np.arange(len(sends))):
+        return EventCodes(message, route[sends], code, True, np.zeros(0, np.int64))
     # Messages of a later channel have higher numbers, so that one running maximum serves all channels.
-    upto = np.maximum.accumulate(message[receives[by_channel]], dtype=np.int64) + 1 - first[of[by_channel]]
-    return EventCodes(message, route, code, in_order, upto)
+    upto = np.maximum.accumulate(received, dtype=np.int64) + 1 - first[channel[route[receives]]]
+    return EventCodes(message, route[sends], code, False, upto)
 
 
-@kernel
-def _number_messages(
-    kind: Codes,
-    ends: tuple[Ints, Ints, Ints],
-    channel: Longs,
-    following: Longs,
-    message: Ints,
-    route_of: Ints,
-) -> None:
-    """Fill in the message of each entry, and the route of each message: channel by channel in the order sent.
-
-    following: the next message of each channel.
-    """
-    microbatch, route, sent = ends
-    for entry in range(len(kind)):
-        if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
-            at = channel[route[entry]]
-            message[entry] = following[at]
-            route_of[following[at]] = route[entry]
-            following[at] += 1
-    for entry in range(len(kind)):
-        if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
-            message[entry] = message[sent[route[entry], microbatch[entry]]]
-
-
-@kernel
-def _encode(
-    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, channels: tuple[Longs, Longs], codes: Ints
-) -> bool:
-    """Fill in the codes, see `ProgramLayout.code`. Returns whether all receives stand in the order sent.
-
-    entries: kind, stage, route and message of each.  channels: of each route, and the next message of each.
-    """
-    kind, stage, route, message = entries
-    channel, following = channels
-    in_order = True
-    for entry in range(len(kind)):
-        code = kind[entry]
-        if code == SEND_F_ or code == SEND_B_:
-            codes[entry] = 4 * route[entry] + SENDS
-        elif code == RECV_F_ or code == RECV_B_:
-            codes[entry] = 4 * route[entry] + RECEIVES
-            at = channel[route[entry]]
-            in_order = in_order and message[entry] == following[at]
-            following[at] += 1
-        elif code != REDUCE_ and code != STEP_:
-            codes[entry] = 4 * (stage[entry] * kinds + code) + COMPUTES
-    return in_order
+def _by_channel(entries: Longs, route: Ints, channel: Longs) -> Longs:
+    """Transfers channel by channel, those of each in their order."""
+    return entries[np.argsort(channel[route[entries]], kind="stable")]
 
 
 def _channel_seconds(channel: Longs, seconds: Floats, channels: int) -> Floats:
