@@ -145,20 +145,6 @@ def check(schedule: Schedule, stages: StageGraph) -> None:
         rule(schedule, flow)
 
 
-def check_shape(program: Program, stages: StageGraph) -> None:
-    """Prove that the stages, ranks, micro-batches and both ends of messages that a program names are
-    there."""
-    flow = flow_of(stages)
-    if program.message_index(flow).checked:
-        return
-    compute = _computing(program)
-    for rule in (placement, kinds_of_program):
-        rule(compute, flow)
-    for program_rule in (programs.ends, programs.pairing):
-        program_rule(program, stages, flow)
-    program.message_index(flow).checked = True
-
-
 def _computing(program: Program) -> Schedule:
     return Schedule(
         name="program",
@@ -178,7 +164,6 @@ def check_program(program: Program, stages: StageGraph) -> None:
         rule(compute, flow)
     for program_rule in programs.RULES:
         program_rule(program, stages, flow)
-    program.message_index(flow).checked = True
 
 
 def kinds(schedule: Schedule, flow: Flow, *, in_program: bool = False) -> None:

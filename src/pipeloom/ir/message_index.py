@@ -80,7 +80,6 @@ class MessageIndex:
     route: per entry of the columns the number of its route, -1 for no transfer, `NO_ROUTE` for one without.
     sent, received: of shape (routes, micro-batches), the entries of SEND and RECV, -1 where there is none.
         Of what stands twice the last one.
-    checked: whether the checks have found everything in range and both ends of every message.
     event_codes: kept here by the simulator, which makes it from a program once.
     """
 
@@ -88,7 +87,6 @@ class MessageIndex:
     route: Ints
     sent: Ints
     received: Ints
-    checked: bool = False
     event_codes: EventCodes | None = None
 
 

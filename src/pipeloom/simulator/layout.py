@@ -60,7 +60,7 @@ def layout_of(
     receive_ahead: int,
     action_s: Mapping[Action, float],
 ) -> ProgramLayout:
-    """Lay out a program of which `check_shape` knows that all it names is there."""
+    """Lay out a program that `check_program` accepts."""
     flow = flow_of(stages)
     columns, routes = program.columns, program.message_index(flow).routes
     size, durations = message_bytes(routes, stages), _durations(program, costs, cluster)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..checks.schedules import check_program, check_shape
+from ..checks.schedules import check_program
 from ..ir.action import KINDS, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import REDUCE_, STEP_, Floats
@@ -74,7 +74,6 @@ def simulate(
     _refuse_mismatch(program, stages, costs, cluster)
     _refuse_caps(caps, program.columns.ranks)
     begin = np.array(begin_s if len(begin_s) else [0.0] * program.columns.ranks, np.float64)
-    check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, receive_ahead=receive_ahead, action_s=action_s or {})
     memory = _run(program, stages, costs, layout, begin)
     if small_bytes is not None:
