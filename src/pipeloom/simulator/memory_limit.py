@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..checks.schedules import check
-from ..ir.action import COPYING, Action, B, F, I, W
 from ..ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Longs
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
@@ -58,13 +56,17 @@ def check_memory_limit(
         comes, goes = (table[columns.stage[row], columns.kind[row]] for table in (begins, ends))
         if columns.copies:
             comes, goes = _awaited(schedule, row, comes, goes)
-        change = comes + goes
-        held = np.cumsum(change) - goes
+        held = np.cumsum(comes + goes) - goes
         for position in np.flatnonzero(held > cap)[:1].tolist():
             size, at = int(held[position]), schedule.rows[rank][position]
+            hint = "use smaller micro-batches or more stages"
+            if comes[position] > cap:
+                hint = f"{hint}: {at} alone does not fit, however few micro-batches are in flight"
+            else:
+                hint = f"run more backwards before {at}, so that fewer micro-batches are in flight; or {hint}"
             raise ScheduleError(
                 f"rank {rank} needs {show(size)} at {at}: {show(size - cap)} above its cap of {show(cap)}",
-                hint=_remedy(schedule, stages, (rank, position), (comes, change), size - cap, cap),
+                hint=hint,
             )
 
 
@@ -85,78 +87,3 @@ def _awaited(schedule: Schedule, row: slice, comes: Longs, goes: Longs) -> tuple
     # What nobody awaits is taken to be there all the time: its RELOAD brings nothing.
     comes = np.where((kind == RELOAD_) & (awaited < 0), 0, comes)
     return comes, np.where(kind == OFFLOAD_, 0, np.where(kind == AWAIT_, goes + copied, goes))
-
-
-def _remedy(
-    schedule: Schedule,
-    stages: StageGraph,
-    where: tuple[int, int],
-    changes: tuple[Longs, Longs],
-    excess: float,
-    cap: float,
-) -> str:
-    """What to do about an action: move in front of it what frees enough, if that helps.
-
-    where: its rank and position in the row.  changes: per action of the row the bytes that come when it
-    begins, and those that are left of them, or freed, when it has ended.
-    """
-    rank, position = where
-    comes, change = changes
-    row = schedule.rows[rank]
-    at, smaller = row[position], "use smaller micro-batches or more stages"
-    if comes[position] > cap:
-        return f"{smaller}: {at} alone does not fit, however few micro-batches are in flight"
-    moved: list[Action] = []
-    for later in _movable(row, position):
-        brought = _brought(row, position, later)
-        moved += [row[each] for each in brought]
-        excess += float(change[brought].sum())
-        if excess <= 0:
-            break
-    names = " ".join(map(str, moved))
-    if excess > 0:
-        return f"{smaller}: nothing that rank {rank} could run before {at} frees enough"
-    if not _can_move(schedule, stages, where, moved):
-        return (
-            f"keep fewer in flight on every rank: {names} could run before {at} if the other ranks did "
-            f"not wait for {at} first; or {smaller}"
-        )
-    return f"keep fewer in flight: move {names} in front of {at}, or {smaller}"
-
-
-def _movable(row: Sequence[Action], position: int) -> list[int]:
-    """Positions of later backwards of a row that could run before `position`: their F stands before it."""
-    done = {(a.stage, a.microbatch) for a in row[:position] if a.kind == F}
-    return [
-        later
-        for later in range(position + 1, len(row))
-        if row[later].kind in (B, I, W) and (row[later].stage, row[later].microbatch) in done
-    ]
-
-
-def _brought(row: Sequence[Action], position: int, later: int) -> list[int]:
-    """Positions from `position` on of a backward, and of the copies that have to stand before it."""
-    key = row[later].stage, row[later].microbatch
-    between = range(position, later)
-    copies = [at for at in between if row[at].kind in COPYING and (row[at].stage, row[at].microbatch) == key]
-    return [*copies, later]
-
-
-def _can_move(
-    schedule: Schedule, stages: StageGraph, where: tuple[int, int], moved: Sequence[Action]
-) -> bool:
-    """Whether no other rank needs what the action makes before it runs what the moved ones wait for."""
-    rank, position = where
-    row = schedule.rows[rank]
-    rest = (action for action in row[position:] if action not in moved)
-    rows = tuple(
-        (*row[:position], *moved, *rest) if r == rank else other for r, other in enumerate(schedule.rows)
-    )
-    other_order = Schedule(
-        name="", microbatches=schedule.microbatches, placement=schedule.placement, rows=rows
-    )
-    try:
-        check(other_order, stages)
-    except ScheduleError:
-        return False
-    return True
