@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
-from hypothesis import given, strategies as st
 from small import built
 
 from pipeloom.ir.action import Action
@@ -17,7 +15,6 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import formats, registry
-from pipeloom.schedules.formats import parse_plain, parse_schedule, schedule_text
 
 NAMES = """gpipe 1f1b eager_1f1b interleaved_1f1b looped_bfs zb_h1 zb_2p zb_v v_half v_min 1f1b_v dualpipev
 hanayo gis gis_h po""".split()
@@ -117,29 +114,3 @@ def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     assert posted == [f"{s.peer}{s.other_end.kind}{s.microbatch}" for s in program.messages[0, 1]]
     waited = [f"{s.stage}{s.kind}{s.microbatch}" for s in program.rows[1] if str(s.kind).startswith("RECV")]
     assert posted != waited and sorted(posted) == sorted(waited)
-
-
-CELLS = st.one_of(
-    st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 3)),
-    st.sampled_from(["", " 0F0", "00F01", "0SEND_F0", "(0F1;0B0)OVERLAP_F_B", "0X1", "1F9999999999"]),
-)
-
-
-@given(st.lists(st.lists(CELLS, max_size=4).map(",".join), max_size=3).map("\n".join), st.booleans())
-def test_plain_files_read_as_any_other(text: str, ends: bool) -> None:
-    """With an object for each action or without: both say the same, or the first says what is wrong."""
-    text += "\n" * ends
-    plain = parse_plain(text, name="x")
-    with patch("pipeloom.schedules.formats.parse_plain", return_value=None):
-        try:
-            slow = parse_schedule(text, name="x")
-        except ScheduleError:
-            assert plain is None
-        else:
-            assert plain is None or (plain.rows, plain.placement) == (slow.rows, slow.placement)
-            assert plain is None or plain.microbatches == slow.microbatches
-
-
-def test_plain_files_are_read_as_columns() -> None:
-    made = built("zb_h1", 4, 6)
-    assert parse_plain(schedule_text(made), name=made.name) == made

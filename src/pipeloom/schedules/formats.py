@@ -26,8 +26,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from ..ir.action import (
     COPYING,
     RECV_B,
@@ -43,7 +41,6 @@ from ..ir.action import (
     Kind,
     W,
 )
-from ..ir.columns import CODE, Rows, compute_columns
 from ..ir.errors import ScheduleError, shown
 from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
@@ -87,43 +84,6 @@ def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: 
     )
 
 
-# Files of nothing but F, B, I and W, as large schedules are, are read without an object per action.
-_PLAIN = (F, B, I, W)
-_ROW = re.compile("[0-9]{1,9}[FBIW][0-9]{1,9}(?:,[0-9]{1,9}[FBIW][0-9]{1,9})*")
-_TO_BLANKS = str.maketrans(dict.fromkeys("FBIW,", " "))
-
-_CODES = np.zeros(256, np.int16)
-for _kind in _PLAIN:
-    _CODES[ord(_kind)] = CODE[_kind]
-
-
-def parse_plain(text: str, *, name: str) -> Schedule | None:
-    """The schedule of a text of plain rows, cells separated by commas; None if it is another text."""
-    lines = text.removesuffix("\n").split("\n")
-    if not all(map(_ROW.fullmatch, lines)):
-        return None
-    numbers = [np.fromstring(line.translate(_TO_BLANKS), np.int32, sep=" ").reshape(-1, 2) for line in lines]
-    letters = np.frombuffer(text.encode("ascii"), np.uint8)
-    stage, microbatch = np.concatenate(numbers).T
-    counts = [len(row) for row in numbers]
-    columns = compute_columns(
-        _CODES[letters[letters >= ord("A")]],
-        np.ascontiguousarray(stage),
-        np.ascontiguousarray(microbatch),
-        np.concatenate(([0], np.cumsum(counts))),
-    )
-    ranks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    stages, homes = np.divmod(np.unique(columns.stage * np.int64(len(counts)) + ranks), len(counts))
-    if not np.array_equal(stages, np.arange(len(stages))):  # each of them, without gaps, is in one row
-        return None
-    return Schedule(
-        name=name,
-        microbatches=1 + int(columns.microbatch.max()),
-        placement=tuple(homes.tolist()),
-        rows=Rows(columns),
-    )
-
-
 _KINDS = (F, B, I, W, *TRANSFERS, *COPYING)
 _CELL = re.compile(rf"([0-9]{{1,9}})({'|'.join(_KINDS)})([0-9]{{1,9}})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -133,12 +93,7 @@ _PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 
 def schedule_text(schedule: Schedule) -> str:
     """The `compute_only` form."""
-    rows = schedule.rows
-    if isinstance(rows, Rows) and not schedule.pairs:
-        columns = rows.columns
-        if all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist()):
-            return "".join(",".join(columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
-    return _text(rows, schedule.pairs)
+    return _text(schedule.rows, schedule.pairs)
 
 
 def program_text(program: Program) -> str:
@@ -251,8 +206,6 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
-    if (plain := parse_plain(text, name=name)) is not None:
-        return plain
     rows: list[list[Action]] = []
     pairs: list[Pair] = []
     try:
