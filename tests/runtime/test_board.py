@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -99,9 +101,10 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None
     assert boards[2].wait_for_failure(300) is not None, "the others are told"
 
 
-def test_a_rank_that_ended_early_is_named(boards: list[Board]) -> None:
-    with Watch(boards[1]):
-        pass
+@pytest.mark.parametrize("leave", [lambda: None, sys.exit])
+def test_a_rank_that_ended_early_is_named(boards: list[Board], leave: Callable[[], object]) -> None:
+    with suppress(SystemExit), Watch(boards[1]):
+        leave()
     with pytest.raises(CommunicationError) as found:
         Watch(boards[0], cause_timeout_s=0.1).wait("a sum over all ranks", (1, 2), closed)
     assert found.value.hint is not None and "rank 1 has closed" in found.value.hint

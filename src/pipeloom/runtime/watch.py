@@ -121,9 +121,9 @@ class Watch:
         if self._left:
             return
         try:
-            if error is None:
+            if error is None or _is_clean_exit(error):
                 self._finish()
-            elif not _is_clean(error):
+            elif not isinstance(error, PeerError):
                 self.fail(error)
         finally:
             self._left = True
@@ -391,9 +391,9 @@ def _in_short(error: BaseException) -> str:
     return str(error) if isinstance(error, FoundPeerError) else str(error).splitlines()[0]
 
 
-def _is_clean(error: BaseException) -> bool:
-    """`sys.exit()` without a code, or with 0, is no failure; a PeerError is somebody else's."""
-    return isinstance(error, PeerError) or (isinstance(error, SystemExit) and not error.code)
+def _is_clean_exit(error: BaseException) -> bool:
+    """Whether it is `sys.exit()` without a code, or with 0: the rank has finished its work."""
+    return isinstance(error, SystemExit) and not error.code
 
 
 def shorten_peer_errors() -> None:
