@@ -29,6 +29,7 @@ from .ir.errors import (
     PipeloomError,
     PlanError,
     of_type,
+    shown,
 )
 from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
@@ -512,6 +513,7 @@ class Pipeline:
         if self.schedulers:
             states = [scheduler.state_dict() for scheduler in self.schedulers]
             state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
+            state["scheduler_names"] = [_scheduler_name(scheduler) for scheduler in self.schedulers]
         with self._call("saving a checkpoint", refuses=(CheckpointError,)):
             return checkpoint.save(
                 Path(directory),
@@ -528,17 +530,23 @@ class Pipeline:
 
         A pipeline that keeps versions of its weights takes the previous one from there. In a checkpoint
         without one, as of a run with a flush, it is the same as the newest.
-        Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
+        Raises: CheckpointError on all ranks if there is none, it is damaged or of another model, or its LR
+        schedulers are others.
         """
         previous: dict[str, Tensor] = {}
         with self._call("loading a checkpoint", heals=True, refuses=(CheckpointError,)):
             part, overwrite = self._train_state(previous), self._run.overwrite
-            step, state = checkpoint.load(Path(directory), part, channel=self.channel, overwrite=overwrite)
+            step, state = checkpoint.load(
+                Path(directory),
+                part,
+                channel=self.channel,
+                refuse=self._refuse_other_schedulers,
+                overwrite=overwrite,
+            )
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
             self.weights.cast_parameters()
             if self.schedulers and "scheduler" in state:
-                states = state["scheduler"].get("schedulers", [state["scheduler"]])
-                for scheduler, loaded in zip(self.schedulers, states, strict=True):
+                for scheduler, loaded in zip(self.schedulers, _scheduler_states(state), strict=True):
                     scheduler.load_state_dict(checkpoint.like_live(loaded, scheduler.state_dict()))
                     rates = zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=False)
                     for group, rate in rates:
@@ -547,6 +555,23 @@ class Pipeline:
             self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
+
+    def _refuse_other_schedulers(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint without schedulers, or with what this pipeline has none for, is loaded."""
+        if not self.schedulers or "scheduler" not in state:
+            return
+        names, count = [_scheduler_name(each) for each in self.schedulers], len(_scheduler_states(state))
+        saved = state.get("scheduler_names")  # which older checkpoints do not have
+        if count != len(names):
+            raise CheckpointError(
+                f"the job has {len(names)} LR schedulers, one for each optimizer, the checkpoint has {count}",
+                hint="use the optimizers of the checkpoint, or load without Options.scheduler",
+            )
+        if saved is not None and saved != names:
+            raise CheckpointError(
+                f"the job's LR schedulers are {shown(names)}, the checkpoint's {shown(saved)}",
+                hint="use the scheduler of the checkpoint, or load without Options.scheduler",
+            )
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, Tensor]:
         """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
@@ -658,3 +683,15 @@ class Pipeline:
 def _step_all(schedulers: list[LRScheduler]) -> None:
     for scheduler in schedulers:
         scheduler.step()
+
+
+def _scheduler_name(scheduler: LRScheduler) -> str:
+    """Its class, and those of the schedulers that it holds."""
+    name = type(scheduler).__name__
+    inner = [_scheduler_name(each) for each in getattr(scheduler, "_schedulers", ())]
+    return f"{name}({', '.join(inner)})" if inner else name
+
+
+def _scheduler_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = state["scheduler"].get("schedulers", [state["scheduler"]])
+    return states

@@ -13,9 +13,11 @@ import nets
 import pytest
 import torch
 from plain_net import two_linears
+from refusals import refused
 from runs import Numbers, assert_same, each_rank, even_plan, pipelined, plain
 
 from pipeloom import Job, Options, Pipeline, plan
+from pipeloom.ir.errors import CheckpointError
 
 TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
@@ -229,3 +231,39 @@ def test_milestones_come_after_a_checkpoint_too(scheduler: Callable[..., object]
                 pipeline.step(job.batch(step, 4))
                 rates.append(pipeline.lr)
     assert rates[1:5] == rates[5:] and rates[1] > rates[4]
+
+
+def two(params: Any) -> torch.optim.Optimizer:
+    class Two:
+        def __init__(self) -> None:
+            first, *others = params
+            self.held = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+        def step(self) -> None:
+            for each in self.held:
+                each.step()
+
+    return Two()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("saved", "optimizer", "word"),
+    [
+        (partial(LR.LambdaLR, lr_lambda=lambda _: 1.0), None, "LambdaLR"),
+        (in_turn, None, "SequentialLR"),
+        (partial(LR.ExponentialLR, gamma=0.5), two, "2"),
+    ],
+)
+def test_another_scheduler_is_refused_before_anything_is_overwritten(
+    saved: Callable[..., object], optimizer: Any, word: str, tmp_path: Path
+) -> None:
+    job = two_linears()
+    plan = even_plan(job, 1, microbatches=2)
+    theirs = replace(job, optimizer=optimizer or job.optimizer)
+    with Pipeline(theirs, plan, options=Options(scheduler=saved, compare=False)) as pipeline:
+        pipeline.step(job.batch(0, 4))
+        pipeline.save(tmp_path)
+    scheduler = partial(LR.ExponentialLR, gamma=0.5)
+    with Pipeline(job, plan, options=Options(scheduler=scheduler, compare=False)) as pipeline:
+        assert word in refused(CheckpointError, pipeline.load, tmp_path)
+        pipeline.step(job.batch(0, 4))

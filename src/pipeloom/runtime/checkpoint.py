@@ -158,6 +158,7 @@ def load(
     state: TrainState,
     *,
     channel: Channel | None = None,
+    refuse: Callable[[Mapping[str, Any]], None] = lambda extra: None,
     overwrite: Callable[[], None] = lambda: None,
 ) -> tuple[int, dict[str, Any]]:
     """Fill `state` from the newest checkpoint in `directory` (or from that checkpoint itself).
@@ -165,6 +166,7 @@ def load(
     Every rank calls it with its own part, however the parts were spread when saving. The parameters and
     buffers are filled in place; optimizers may be fresh ones without state yet.
 
+    refuse: called with `extra`; raises CheckpointError if it is of another run.
     overwrite: called just before the first tensor of `state` is written.
     Returns: the step it was saved at, and `extra`.
     Raises: CheckpointError, on all ranks, if the checkpoint is missing, damaged, or of another model or
@@ -178,6 +180,7 @@ def load(
         files.verify(path, index, share=rank, shares=ranks)
         saved = SavedTensors(path, index)
         _require_fits(state, index)
+        refuse(index.extra)
     except CheckpointError as error:
         problem = error
     seen = _agree(problem, (path.name, [*map(state.own_name, state.model)]), channel, _LOAD)
