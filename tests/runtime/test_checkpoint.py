@@ -113,6 +113,17 @@ def test_a_learning_rate_that_is_a_tensor_stays_one_and_state_may_be_plain(tmp_p
     assert fresh.state[model[0].weight]["count"] == 7
 
 
+def test_state_keeps_a_dtype_that_is_not_its_parameters(tmp_path: Path) -> None:
+    model = make_model().bfloat16()
+    optimizer, average = momentum(model), torch.full((8, 4), 1 + 2**-20)
+    optimizer.state[model[0].weight] = {"average": average, "steps": torch.tensor(3)}
+    save(tmp_path, state_of(model, optimizer))
+    fresh = momentum(model)
+    checkpoint.load(tmp_path, state_of(model, fresh))
+    assert torch.equal(fresh.state[model[0].weight]["average"], average)
+    assert fresh.state[model[0].weight]["steps"].dtype == torch.int64
+
+
 def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
     model = make_model()
     for step in (1, 2, 10, 3):

@@ -547,6 +547,7 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
         only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,), rows=state.rows)
         plain = optimizer.state_dict()
         restored: dict[int, dict[str, Any]] = {}
+        states: list[tuple[Tensor, dict[str, Any]]] = []
         for (_, group, names), numbered in zip(only_this.optimized(), plain["param_groups"], strict=True):
             if not names:
                 continue
@@ -558,6 +559,7 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
                 loaded_state = {key: saved.read(prefix + key, own, rows) for key in saved.names(prefix, own)}
                 if loaded_state := loaded_state | dict(index.values.get(own, {})):
                     restored[number] = loaded_state
+                    states.append((state.parameters[name], loaded_state))
         groups = optimizer.param_groups
         try:
             optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
@@ -569,7 +571,17 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
             ) from None
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
+        for parameter, loaded_state in states:
+            _undo_casts(optimizer.state.get(parameter, {}), loaded_state)
         optimizer.param_groups = groups  # the same objects: one that holds several optimizers may list them
+
+
+def _undo_casts(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """PyTorch gives the state of a floating-point parameter that parameter's dtype when it is loaded."""
+    for key, value in saved.items():
+        loaded = state.get(key)
+        if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+            state[key] = value.to(loaded.device)
 
 
 def _dtype_name(tensor: Tensor) -> str:
