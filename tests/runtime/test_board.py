@@ -101,6 +101,13 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None
     assert boards[2].wait_for_failure(300) is not None, "the others are told"
 
 
+def test_the_others_hear_of_a_file_whose_name_is_not_utf_8(boards: list[Board]) -> None:
+    with pytest.raises(ValueError), Watch(boards[1]):
+        raise ValueError("no rows in \udcff.txt")
+    failure = boards[0].wait_for_failure(300)
+    assert failure is not None and failure.summary.endswith(r"\udcff.txt")
+
+
 @pytest.mark.parametrize("leave", [lambda: None, sys.exit])
 def test_a_rank_that_ended_early_is_named(boards: list[Board], leave: Callable[[], object]) -> None:
     with suppress(SystemExit), Watch(boards[1]):

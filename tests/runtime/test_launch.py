@@ -142,6 +142,7 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
     [
         (("exit_with", 3), 3, "rank 1 ended with exit status 3\n"),
         (("exit_with", "bad news"), 1, "rank 1 failed:\nbad news\n"),
+        (("exit_with", "no \udcff"), 1, "rank 1 failed:\nno \\udcff\n"),
         (("exit_with", 0), 0, ""),
         (("fail_late",), 5, "rank 1 ended with exit status 5\n"),  # while the interpreter shuts down
         (("UNLOADABLE",), 1, "RuntimeError: cannot be loaded\n"),

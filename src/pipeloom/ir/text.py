@@ -337,6 +337,15 @@ def shortened(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:half]} … {text[-half + 1 :]}"
 
 
+def as_utf8(text: str) -> str:
+    r"""Text that UTF-8 can hold: what it cannot, as in names of files that were not UTF-8, is escaped.
+
+    >>> as_utf8("data/\udcff.txt")
+    'data/\\udcff.txt'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def save_noun(noun: object, path: Path) -> None:
     """Write a noun to a file, whole or not at all. Raises: ConfigError if the disk refuses."""
     write_whole(path, to_json(noun) + "\n")

@@ -14,12 +14,13 @@ import select
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from ..ir.errors import PeerError
+from ..ir.text import as_utf8
 
 PEER_FAILED = 76
 """Exit status of a rank that ends because another one failed."""
@@ -75,7 +76,7 @@ def main(launcher_alive: int, report: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(os.dup(report), "wb") as pipe:
-        pipe.write(msgspec.json.encode(outcome) + b"\n")
+        pipe.write(msgspec.json.encode(replace(outcome, text=as_utf8(outcome.text))) + b"\n")
     return outcome.status
 
 

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from ..ir.errors import CommunicationError, PeerError, PipeloomError
+from ..ir.text import as_utf8
 from .board import FINISHED, Board, Failure, RankStatus, waiting_circle, who_waits
 from .child import PEER_FAILED
 from .flight_recorder import write_recorded
@@ -158,7 +159,9 @@ class Watch:
         summary = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         text = "".join(traceback.format_exception(error))
         hung = isinstance(error, CommunicationError)
-        failure = self._board.announce(Failure(rank=self.rank, summary=summary, traceback=text, hung=hung))
+        failure = self._board.announce(
+            Failure(rank=self.rank, summary=as_utf8(summary), traceback=as_utf8(text), hung=hung)
+        )
         self._write_recorded(failure)
         return failure
 
