@@ -350,6 +350,7 @@ def test_alone_it_plans_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"accumulate": 0}, "accumulate"),
         ({"timeout_s": 0.0}, "timeout_s"),
+        ({"timeout_s": float("inf")}, "timeout_s"),
         ({"accumulate": 4, "microbatches": 4}, "8 rows"),
     ],
 )

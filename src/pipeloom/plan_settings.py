@@ -39,6 +39,8 @@ TYPES: dict[Any, tuple[Any, str]] = {
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
 
+LONGEST_WAIT_S = 1e7
+"""About four months: more, or infinity, clocks and sockets do not take."""
 
 ROWS_OR_COUNT = "leave out one: the rows of a step say how many micro-batches it has"
 """For a step's rows given beside a number of micro-batches."""

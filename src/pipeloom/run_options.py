@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .ir.errors import ConfigError
-from .plan_settings import refuse_types
+from .plan_settings import LONGEST_WAIT_S, refuse_types
 from .tracer.autocast import Autocast
 
 
@@ -89,5 +89,8 @@ class Options:
             raise ConfigError(f"clip_norm is {self.clip_norm}", hint="use more than 0, or None not to clip")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}", hint="use 1 round or more")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}", hint="use a number of seconds above 0")
+        if not 0 < self.timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s}",
+                hint=f"use a number of seconds above 0, at most {LONGEST_WAIT_S:.0f}",
+            )

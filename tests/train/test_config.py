@@ -140,6 +140,7 @@ def test_a_wrong_file_is_named_with_the_key(tmp_path: Path, text: str, word: str
         ("zzzzzzzzz=1", "the keys are name, job"),
         ("pipeline.compile=maybe", "true or false"),
         ("optimizer.learning_rate=nan", "> 0"),
+        ("pipeline.timeout_s=inf", "<= 10000000"),
         ("model.heads=5", "multiple of model.heads"),
         (f"pipeline.ranks={'9' * 5000}", "ranks"),
         ("data.paths=caf\udce9.txt", "UTF-8"),

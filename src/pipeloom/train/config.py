@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
 from ..ir.text import dotted, parse_toml, shortened
-from ..plan_settings import LARGEST, ROWS_OR_COUNT, PlanSettings, setting
+from ..plan_settings import LARGEST, LONGEST_WAIT_S, ROWS_OR_COUNT, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -111,7 +111,9 @@ class PipelineConfig(PlanSettings):
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"
     )
-    timeout_s: Positive = setting(300.0, "Limit of each wait for other ranks, in seconds.")
+    timeout_s: Annotated[float, Meta(gt=0, le=LONGEST_WAIT_S)] = setting(
+        300.0, "Limit of each wait for other ranks, in seconds."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
