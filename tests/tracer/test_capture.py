@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError, CutError
-from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.graph import OpGraph, tensor_bytes
 from pipeloom.ir.stages import cut
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
@@ -317,3 +317,8 @@ def test_files_of_torch_are_not_the_users(tmp_path: Path) -> None:
     (tmp_path / "packages").symlink_to(Path(torch.__file__).parents[1])
     path = os.pathsep.join([str(tmp_path / "packages"), *sys.path])
     assert output("-c", ASK, env={"PYTHONPATH": path}).split() == ["False", "True"]
+
+
+def test_a_dtype_whose_bytes_are_not_known_is_said() -> None:
+    with pytest.raises(CaptureError, match="quint4x2"):
+        tensor_bytes((4, 8), "quint4x2")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from .errors import CaptureError
+
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -21,6 +23,10 @@ DTYPE_BYTES: Mapping[str, int] = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
     "int64": 8,
@@ -40,7 +46,14 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
     >>> tensor_bytes((4, 128), "bfloat16")
     1024
+
+    Raises: CaptureError for another dtype than those of `DTYPE_BYTES`.
     """
+    if dtype not in DTYPE_BYTES:
+        raise CaptureError(
+            f"a tensor {list(shape)} is {dtype}, and pipeloom does not know the bytes of that dtype",
+            hint=f"use one of {', '.join(DTYPE_BYTES)}",
+        )
     return prod(shape) * DTYPE_BYTES[dtype]
 
 
