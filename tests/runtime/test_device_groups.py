@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from boards import local_boards
 
+from pipeloom.ir.errors import CommunicationError
 from pipeloom.runtime.channel import Channel, meeting, run_threads
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.device_transport import DeviceTransport, device_group
@@ -60,14 +61,24 @@ def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
 
 
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: str, address: str, port: str) -> None:
+    for name, text in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, text)
+
+
+def test_a_rank_that_meets_nobody_says_where_and_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, "0", "127.0.0.1", "0")
+    with pytest.raises(CommunicationError, match=r"rank 0 .* all 2 ranks at 127.0.0.1:0 in"):
+        connect(torch.device("cpu"), timeout_s=1.0)
+
+
 def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
         raise NotStarted(backend, timeout)
 
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    for name, text in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, text)
+    as_rank(monkeypatch, "1", "here", "1")
     with pytest.raises(NotStarted) as caught:
         connect(torch.device("cuda", 1), timeout_s=LIMIT_S)
     backend, limit = caught.value.args

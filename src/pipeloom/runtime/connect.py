@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from weakref import WeakSet
@@ -43,7 +44,8 @@ def connect(
 
     group: the ranks to use: a process group, or a device mesh with a dimension "pp". None: all ranks.
     timeout_s: limit for all ranks to appear, and of collective operations.
-    Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
+    Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp";
+        CommunicationError if not all ranks appear in time.
     """
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
@@ -113,14 +115,18 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             hint="install the one of its vendor, or train on the CPU: --device cpu",
         ) from None
     limit = timeout if device.type == "cpu" else BACKEND_PATIENCE * timeout
+    rank, ranks, address, port = (os.environ[name] for name in needed)
+    began_s = time.monotonic()
     try:
         dist.init_process_group(backend, timeout=limit)
         _OURS.set()
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another MASTER_PORT"
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(f"port {port} is in use", hint="choose another MASTER_PORT") from None
+        reason, waited_s = str(error).partition("\n")[0], time.monotonic() - began_s
+        raise CommunicationError(
+            f"rank {rank} did not meet all {ranks} ranks at {address}:{port} in {waited_s:.3g} s: {reason}",
+            hint="start all of them, and rank 0 where MASTER_ADDR is; raise timeout_s if one only is slow",
         ) from None
 
 
