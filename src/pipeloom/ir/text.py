@@ -102,10 +102,10 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people, in the largest binary unit that leaves at least 1.
+    """A size for people, in the largest binary unit that leaves at least 1 when it is rounded.
 
-    >>> format_bytes(314572800), format_bytes(999), format_bytes(43 * 2**30)
-    ('300.0 MiB', '999 B', '43.0 GiB')
+    >>> format_bytes(314572800), format_bytes(999), format_bytes(43 * 2**30), format_bytes(2**20 - 1)
+    ('300.0 MiB', '999 B', '43.0 GiB', '1.0 MiB')
     """
     unit = byte_unit(size)
     return f"{unit.show(size)} {unit.name}"
@@ -132,9 +132,12 @@ def _unit_of(size: float) -> str:
 
 
 def byte_unit(size: float) -> SizeUnit:
-    """The largest binary unit of which `size` has at least one."""
-    name = _unit_of(size)
-    return SizeUnit(name=name, bytes=UNITS[name], digits=".0f" if name == "B" else ".1f")
+    """The largest binary unit of which `size`, as it is shown, has at least one."""
+    for name in ("B", "KiB", "MiB", "GiB", "TiB"):
+        unit = SizeUnit(name=name, bytes=UNITS[name], digits=".0f" if name == "B" else ".1f")
+        if abs(float(unit.show(size))) < 1024:
+            break
+    return unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,24 +171,27 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 def show_time(seconds: float) -> str:
     """
-    >>> show_time(12.5), show_time(0.4298), show_time(0.0123456), show_time(4.2e-5), show_time(0)
-    ('12.50 s', '429.8 ms', '12.35 ms', '42.00 µs', '0 s')
+    >>> show_time(12.5), show_time(0.99999), show_time(0.4298), show_time(4.2e-5), show_time(0)
+    ('12.50 s', '1.00 s', '429.8 ms', '42.00 µs', '0 s')
     """
     if seconds == 0:
         return "0 s"
-    unit, scale = ("s", 1.0) if abs(seconds) >= 1 else ("ms", 1e3) if abs(seconds) >= 1e-3 else ("µs", 1e6)
-    value = seconds * scale
+    for unit, scale in (("µs", 1e6), ("ms", 1e3), ("s", 1.0)):
+        value = seconds * scale
+        if unit == "s" or round(abs(value), 1) < 1000:
+            break
     return f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
 
 
 def show_count(count: float) -> str:
     """
-    >>> show_count(70_553_706_496), show_count(1_250_000), show_count(12_345), show_count(12)
-    ('70.6 B', '1.25 M', '12.3 k', '12')
+    >>> show_count(70_553_706_496), show_count(999_999), show_count(12_345), show_count(12)
+    ('70.6 B', '1 M', '12.3 k', '12')
     """
+    rounded = float(f"{count:.3g}")
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
+        if rounded >= size:
+            return f"{rounded / size:.3g} {letter}"
     return f"{count:.0f}"
 
 
