@@ -14,6 +14,7 @@ from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s
 
 from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner import planners
 from pipeloom.planner.joint.estimates import NEAR, CutTimes
@@ -83,6 +84,27 @@ def test_one_seed_gives_one_plan_and_unlike_devices_get_the_best_order() -> None
         assert PlanCosts(graph, profiles, cluster).simulate(made[0]).step_s == pytest.approx(step_s(made[0]))
         steps.append(step_s(made[0]))
     assert max(steps) == pytest.approx(min(steps))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "weights", "error", "word"),
+    [(50, None, PlanError, "at most 5"), (2, "2bw", ConfigError, "--weights")],
+)
+def test_chunks_that_no_schedule_has_are_refused(
+    chunks: int, weights: str | None, error: type[PlanError | ConfigError], word: str
+) -> None:
+    graph, profile = random_graph(2, 10, "chain")
+    options = PlanOptions(ranks=2, chunks=chunks, weights=weights)
+    with pytest.raises(error) as refused:
+        make_plan(graph, profile, cluster_of(2), options)
+    assert word in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(("ranks", "fastest"), [(1, True), (2, False)])
+def test_each_rank_has_as_many_stages_as_chunks_says(ranks: int, fastest: bool) -> None:
+    graph, profile = random_graph(2, 10, "chain")
+    options = PlanOptions(ranks=ranks, chunks=3, fastest=fastest)
+    assert len(make_plan(graph, profile, cluster_of(ranks), options).stages) == 3 * ranks
 
 
 def test_a_simpler_plan_may_be_a_little_slower() -> None:

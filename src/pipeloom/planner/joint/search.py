@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ...ir.cluster import Cluster
-from ...ir.errors import InfeasibleError, PlanError, ScheduleError
+from ...ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError, shown
 from ...ir.flow import flow_of
 from ...ir.plan import Plan
 from ...ir.stages import chain, replicate
@@ -38,9 +38,9 @@ from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
 from ..fit_caps import fit_caps
 from ..pipeoffload_schedules import CHUNKS, pipeoffload_schedules
-from ..placement import Layout, message_seconds
+from ..placement import Layout, message_seconds, stages_for
 from ..plan_costs import PlanCosts
-from ..refusals import fits, state_passes_caps, too_many_stages
+from ..refusals import TooManyStages, fits, state_passes_caps, too_many_stages
 from ..request import Request
 from ..search.cut_search import Search
 from ..search.problem import Cuts
@@ -203,11 +203,14 @@ class JointSearch:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Schedules without copies, by name; those that were named, if any were."""
+        """Schedules without copies, by name; those that were named, if any were.
+
+        Raises: TooManyStages, ConfigError if none has as many stages per rank as are asked for.
+        """
         options, ranks = self.request.options, len(self.request.cluster.devices)
         if options.schedules or options.schedule:
             return options.schedules or (options.named_schedule,)
-        if ranks == 1:
+        if ranks == 1 and options.chunks in (None, 1):
             return (options.named_schedule,)
         found = []
         flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes
@@ -222,10 +225,28 @@ class JointSearch:
                 chosen = (options.chunks,) if options.chunks else CHUNKS if entry.place == "loop" else (2,)
                 fitting = [v for v in chosen if v * ranks <= self.places and flushes]
                 found += [name if v == 2 else f"{name}:{OF_CHUNKS}={v}" for v in fitting]
-            elif not options.chunks and (entry.place == "line" or both_ways):
+            elif options.chunks in (None, 1) and (entry.place == "line" or both_ways):
                 found.append(name)
+        if not found and options.chunks:
+            raise self._refuse_chunks(options.chunks)
         early = {name: number for number, name in enumerate(PROMISING)}
         return tuple(sorted(found, key=lambda name: early.get(name, len(early))))
+
+    def _refuse_chunks(self, chunks: int) -> PlanError | ConfigError:
+        """The error where no schedule has so many stages on each rank."""
+        ranks, places, weights = len(self.request.cluster.devices), self.places, self.request.options.weights
+        if WEIGHT_POLICIES[weights or FLUSH].flushes:
+            most = places // ranks
+            return TooManyStages(
+                f"{shown(chunks)} stages per rank are {shown(chunks * ranks)} on {ranks} "
+                f"{'ranks' if ranks > 1 else 'rank'}, the model can be cut into {places}",
+                hint=f"use at most {most} (--chunks {most})" if most else f"use at most {places} ranks",
+                places=places,
+            )
+        return ConfigError(
+            f"each rank is to have {shown(chunks)} stages (chunks), and with weights {weights} it has one",
+            hint="leave out --chunks or --weights",
+        )
 
     @property
     def alone(self) -> bool:
@@ -239,7 +260,10 @@ class JointSearch:
         if options.schedule or options.schedules or self.request.updates or not self.request.may_offload:
             return ()
         plain = set(pipeoffload_schedules(ranks, self.places, copies=False))
-        return tuple(name for name in pipeoffload_schedules(ranks, self.places) if name not in plain)
+        names = [name for name in pipeoffload_schedules(ranks, self.places) if name not in plain]
+        if options.chunks:
+            names = [name for name in names if stages_for(name, ranks) == options.chunks * ranks]
+        return tuple(names)
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
@@ -485,7 +509,7 @@ class JointSearch:
         """Cuts that keep the caps, whatever their step; of a large model, or if any plan will do, in few
         schedules."""
         names, options = [*self.names, *self.copying], self.request.options
-        if not (options.fastest or options.schedules):
+        if not (options.fastest or options.schedules or options.chunks):
             least = HOLD_LITTLE if self.places <= SMALL and not options.schedule else ()
             names = [options.named_schedule, *least]
         elif self.places > SMALL and not options.schedules:
