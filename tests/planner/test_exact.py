@@ -36,6 +36,14 @@ def test_ops_that_share_an_updated_buffer_stay_together():
     assert as_stages(graph, search.smallest()[1])
 
 
+def test_nearly_as_many_stages_as_places_in_a_graph_of_many_ops_have_a_smallest_cut():
+    graph, profile = op_chain([1] * 60)
+    graph = replace(graph, whole=(tuple(f"op{k}" for k in range(6, 60)),))
+    search = search_for(graph, profile, cluster_of([10**9] * 7))
+    search = replace(search, coarse=16)
+    assert search.large and search.smallest()[1] == (*range(7), 60)
+
+
 def as_stages(graph: OpGraph, cuts):
     names = [op.name for op in graph.ops if not op.cheap]
     return cut(graph, {names[p]: s for s, (i, j) in enumerate(pairwise(cuts)) for p in range(i, j)})

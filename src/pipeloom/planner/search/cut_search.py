@@ -214,10 +214,12 @@ class Search:
     def smallest(self) -> tuple[float, tuple[int, ...]]:
         """The cut that fills the fullest rank least, and the share of its cap that it fills.
 
-        For a large graph, cuts at a quarter of `coarse` positions only: then a little less may do.
+        For a graph with many positions, cuts at a quarter of `coarse` only: then a little less may do.
         """
+        everywhere = self.model.cut_points
         few = [self._points(self.coarse // 16), self._points(self.coarse // 4)]
-        return self._refine(few if self.large else [few[1], self.model.cut_points], self._smallest)
+        many = len(everywhere) > self.coarse and len(few[1]) > len(self.caps)
+        return self._refine(few if many else [few[1], everywhere], self._smallest)
 
     @property
     def large(self) -> bool:
