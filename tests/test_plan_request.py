@@ -231,3 +231,9 @@ def test_a_shared_out_optimizer_is_planned_for_by_rank() -> None:
     assert shared.shard_optimizer and ratio == pytest.approx(2)
     assert all(less < more for less, more in zip(shared.peaks, whole.peaks, strict=True))
     assert side_by_side("2 x cpu", schedule="dualpipe", replicas=1, shard_optimizer=True).shard_optimizer
+
+
+def test_stages_of_a_rank_are_taken_to_hold_an_even_share_of_a_shared_out_optimizer() -> None:
+    free = side_by_side(schedule="zb_v", shard_optimizer=True)
+    capped = side_by_side(schedule="zb_v", shard_optimizer=True, memory=int(1.02 * max(free.peaks)))
+    assert capped.peaks == free.peaks

@@ -179,7 +179,7 @@ class Candidate:
         own = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
         if self.layout.in_line:
             return own
-        costs = list(own)
+        costs, options = list(own), self.request.options
         first, *others = self.request.models
         for model in others:
             if model is first:
@@ -194,7 +194,8 @@ class Candidate:
             self.stages,
             self.request.graph,
             placement=self.layout.placement,
-            shared_out=self.request.cluster if self.request.options.shard_optimizer else None,
+            shared_out=self.request.cluster if options.shard_optimizer and self.layout.replicas > 1 else None,
+            sharing=options.sharing,
         )
 
     def _recompute_ahead(self, stages: Sequence[_StageChoice]) -> list[_StageChoice]:

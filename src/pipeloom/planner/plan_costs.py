@@ -35,11 +35,13 @@ class PlanCosts:
 
     The cost model of a placement is made once: plans that differ in their cuts, schedules and caps share
     it, and so do replicas on devices that are alike.
+    sharing: of plans of one pipeline, how many like it share out the optimizer's state.
     """
 
     graph: OpGraph
     profiles: Profiles
     cluster: Cluster
+    sharing: int = 1
     _models: dict[tuple[tuple[int, ...], CostOptions], CostModel] = field(default_factory=dict, repr=False)
 
     def stages(self, plan: Plan) -> tuple[StageCost, ...]:
@@ -55,7 +57,7 @@ class PlanCosts:
         known: dict[int, list[StageCost]] = {}
         costs: list[StageCost] = []
         for replica in range(plan.replicas):
-            model = self._model(plan, replica)
+            model = self._model(plan, replica, self.sharing)
             if id(model) not in known:
                 known[id(model)] = [
                     cost_stage(model, stages, s, treatment, max(1, in_flight[s]), ahead=s in ahead)
@@ -67,7 +69,8 @@ class PlanCosts:
             stages,
             self.graph,
             placement=plan.placement,
-            shared_out=self.cluster if plan.shard_optimizer else None,
+            shared_out=self.cluster if plan.shard_optimizer and plan.replicas > 1 else None,
+            sharing=self.sharing,
         )
 
     def figures(self, plan: Plan) -> tuple[StagePlan, ...]:
@@ -135,6 +138,7 @@ def count_once(
     *,
     placement: Sequence[int],
     shared_out: Cluster | None,
+    sharing: int = 1,
 ) -> tuple[StageCost, ...]:
     """Costs of stages of which several are on a rank: a parameter that they read is there once, and so is the
     batch; the first of them counts it. The optimizer steps all parameters of the rank at once.
@@ -143,6 +147,7 @@ def count_once(
     shared_out: where replicas share out the optimizer's state, the cluster of their ranks. A rank then holds
         and steps its share only, gets the sums of its gradients only, and waits for what the others have
         updated, which the runtime does within STEP.
+    sharing: pipelines like this one that share it out. Each counts an even share.
     """
     read: dict[int, set[str]] = {}
     trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
@@ -162,7 +167,7 @@ def count_once(
         saved = {
             "parameters": sum(p.kept_bytes for p in shared),
             "gradients": sum(p.gradient_bytes for p in shared if p.trainable),
-            "optimizer": sum(p.update.state for p in shared if p.trainable),
+            "optimizer": sum(p.update.state for p in shared if p.trainable) // sharing,
             "batch": batch,
         }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}

@@ -586,7 +586,8 @@ class JointSearch:
     def _put_in_faster_orders(self) -> None:
         if self.best is None or self.alone or self.request.graph.together or self._near(WORTH):
             return
-        costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
+        request = self.request
+        costs = PlanCosts(request.graph, request.profile, request.cluster, request.options.sharing)
         large = self.places * len(self.request.cluster.devices) > SMALL
         for judged in [line for line in self.lines() if line.fits][:ORDERS]:
             if time.monotonic() > self.until:
