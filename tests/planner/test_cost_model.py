@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from layered import layered
-from random_ops import cluster_of, op_graph, profile_of
+from random_ops import cluster_of, op_chain, op_graph, profile_of
 from random_stages import random_model
 
 from pipeloom.clusters.names import find_cluster
@@ -307,3 +307,13 @@ def test_equal_stretches_weigh_the_same_and_there_are_few(length: int) -> None:
         rows = [model.row(start, np.array([start + length])) for start in group[:: max(1, len(group) // 3)]]
         assert len({row.at(0) for row, _ in rows}) == 1
         assert [seconds[0, 0] for _, seconds in rows] == pytest.approx([rows[0][1][0, 0]] * len(rows))
+
+
+def test_stretches_of_other_seconds_are_not_equal() -> None:
+    """Tanh and softmax of the same sizes: a stretch of one was taken for one of the other."""
+    graph, profile = op_chain([1.0] * 80 + [2.0] * 80)
+    cluster = find_cluster("2 x a100-40")
+    model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4))
+    assert [model.interval(start, start + 30)[1] for start in (10, 20, 100)] == [[30.0], [30.0], [60.0]]
+    one, other = (model.tables.equal.key(start, start + 30) for start in (10, 20))
+    assert one == other

@@ -1,8 +1,9 @@
 """Equal stretches of the op order: blocks that a model repeats are weighed once.
 
-Each op gets a token, which stands for all that its row in the tables of sums and of liveness says, told from
-where the op is: how far back a value was made, how far ahead it is read last. What is further away than the
-stretch is long is outside of it, however far. So two stretches with the same row of tokens weigh the same.
+Each op gets a token, which stands for its seconds and all that its row in the tables of sums and of liveness
+says, told from where the op is: how far back a value was made, how far ahead it is read last. What is further
+away than the stretch is long is outside of it, however far. So two stretches with the same row of tokens
+weigh the same.
 
 A row of tokens is known by a hash, made of those of its two ends:
 
@@ -16,7 +17,7 @@ Two different stretches with one hash would be weighed as one, and nobody would 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -31,8 +32,10 @@ PRIME, BASE = (1 << 61) - 1, 1_000_003
 
 
 class EqualStretches:
-    def __init__(self, tensors: Tensors, sums: IntervalSums) -> None:
-        self.tensors, self.sums, self.count = tensors, sums, len(tensors.fixed)
+    def __init__(self, tensors: Tensors, sums: IntervalSums, seconds: Sequence[Hashable]) -> None:
+        """seconds: of each op."""
+        self.tensors, self.sums, self.seconds = tensors, sums, seconds
+        self.count = len(tensors.fixed)
         self._hashes: dict[int, list[int]] = {}
         self._powers = list(accumulate(range(self.count), lambda power, _: power * BASE % PRIME, initial=1))
 
@@ -84,6 +87,7 @@ class EqualStretches:
             )
             lets_go = int(b.lets_go[op])
             yield (
+                self.seconds[op],
                 tuple(sorted(terms)),
                 *(tuple(names(op, things, storages)) for things in (f.makes, f.reads, f.saves)),
                 *(tuple(names(op, things, gradients)) for things in (b.outs, b.gives)),

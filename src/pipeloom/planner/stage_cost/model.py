@@ -85,7 +85,9 @@ class GraphTables:
 
     @cached_property
     def equal(self) -> EqualStretches:
-        return EqualStretches(self.sweep.tensors, self.sums)
+        costs = [[p.costs[op.name] for p in self.distinct] for op in self.readers.ops]
+        parts = [tuple((c.forward_s, c.input_grad_s, c.weight_grad_s) for c in each) for each in costs]
+        return EqualStretches(self.sweep.tensors, self.sums, parts)
 
     @cached_property
     def sums(self) -> IntervalSums:
