@@ -12,8 +12,9 @@ import torch
 from deep import TANH
 from every_schedule import gpt_job
 from runs import capture_of, graph_of
+from torch import Tensor, nn
 
-from pipeloom import Options, PlanSettings, planning, verify
+from pipeloom import Job, Options, PlanSettings, planning, verify
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import MiB
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
@@ -202,6 +203,30 @@ def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest()
         planning.plan(GPT, lengths="4:99,16:1", memory=max(short.peaks), **how)
     with pytest.raises(ConfigError, match="length"):
         planning.plan(replace(GPT, batch=lambda seed, rows: {"x": torch.zeros(rows)}), lengths="4:1", **how)
+
+
+class ConstantThenSquare(nn.Module):
+    """One half takes as long for any sequence, the other grows with the square of its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        constant = torch.tanh(torch.tanh(self.weight @ self.weight) @ self.weight)
+        x = x * constant.mean()
+        for _ in range(3):
+            x = torch.softmax(x @ x.transpose(1, 2), -1) @ x
+        return x.square().mean()
+
+
+def test_with_several_lengths_memory_that_changes_nothing_gains_nothing() -> None:
+    job = Job(model=ConstantThenSquare, batch=lambda seed, rows: {"x": torch.zeros(rows, 1024, 64)})
+    how = {"ranks": 2, "schedule": "1f1b", "planner": "exact", "cluster": "2 x a100-40"}
+    request = planning.make_request(lengths="64:1,1024:1", microbatch_size=2, **how)
+    made, model = planning.plan_size(request, job)
+    gains = {change.what: change.gain for change in request.changes(made, model)}
+    assert gains["10 % more memory"] == pytest.approx(0, abs=1e-9)
 
 
 def test_lengths_and_parts_go_with_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:

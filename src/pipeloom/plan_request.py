@@ -424,7 +424,10 @@ class PlanRequest:
             found = replace(way, cluster=cluster).plan(model, explained=False)
             if cluster is wider:
                 return found
-            kept_s = PlanCosts(model.graph, model.profiles, cluster).simulate(plan).step_s
+            if isinstance(model, CapturedModel) and model.by_length:
+                kept_s = replace(way, cluster=cluster)._mean_step(plan, model.by_length).predicted_step_s
+            else:
+                kept_s = PlanCosts(model.graph, model.profiles, cluster).simulate(plan).step_s
             return replace(found, predicted_step_s=min(found.predicted_step_s, kept_s))
 
         return what_if(plan, clusters, again)
