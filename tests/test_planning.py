@@ -22,6 +22,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.text import format_bytes
 from pipeloom.lowering.passes import lower
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.placement import stages_for
 from pipeloom.planner.plan_table import limits, plan_rows
 from pipeloom.schedules import registry
@@ -227,6 +228,20 @@ def test_with_several_lengths_memory_that_changes_nothing_gains_nothing() -> Non
     made, model = planning.plan_size(request, job)
     gains = {change.what: change.gain for change in request.changes(made, model)}
     assert gains["10 % more memory"] == pytest.approx(0, abs=1e-9)
+
+
+def test_all_sizes_share_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def plan_in_time(request: PlanRequest, *what: object, **how: object) -> Plan:
+        limits.append(request.options.time_limit)
+        return plan_of_one(request, *what, **how)
+
+    plan_of_one = PlanRequest.plan
+    monkeypatch.setattr(PlanRequest, "plan", plan_in_time)
+    request = planning.make_request(ranks=2, cluster="2 x a100-40", global_batch=16, time_limit=60)
+    planning.plan_at_size(request, TANH, planning.best_plan)
+    assert len(limits) > 3 and sum(limits) <= 60
 
 
 def test_lengths_and_parts_go_with_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
@@ -306,11 +308,14 @@ class PlanRequest:
         refuse_by_delay(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
+        until = time.monotonic() + (options.time_limit or 0)
 
         def search(cluster: Cluster) -> Plan:
+            left_s = options.time_limit and max(1, ceil(until - time.monotonic()))
+            way = self if left_s == options.time_limit else self.changed(time_limit=left_s)
             if options.replicas == 1:
-                return self._search(costs, cluster, microbatches, explained)
-            return self._plan_wide(costs, cluster, microbatches, explained)
+                return way._search(costs, cluster, microbatches, explained)
+            return way._plan_wide(costs, cluster, microbatches, explained)
 
         known = model if isinstance(model, CapturedModel) else None
         if known is not None and self._runs_as_traced(known.captured):

@@ -741,7 +741,7 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
 
     Sizes are ranked by interpolation between two near the request's at which the model was captured, unless
     it has other ops at one of them; the first few are then captured themselves. Sizes at which the model
-    cannot be captured, or that the schedule cannot run, are passed over.
+    cannot be captured, or that the schedule cannot run, are passed over. All share a time limit.
     """
     if request.options.global_batch is None:
         raise ConfigError(
@@ -751,18 +751,24 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
     sizes = request.sizes()
     capturable = CapturableSizes(sizes, model_at)
     near = min(sizes, key=lambda size: abs(size - request.options.microbatch_size))
+    limit_s = request.options.time_limit
+
+    def within(part: int) -> PlanRequest:
+        return request if limit_s is None else request.changed(time_limit=max(1, limit_s // part))
+
     ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []
     ranked = list(sizes)
     if len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint:
-        guess = request.for_advice
+        guess = within((MOST_VERIFIED + 1) * len(sizes)).for_advice
         guesses = fitting(
             sizes,
             lambda size: guess.plan(interpolate_sample(ends[0], ends[1], size), explained=False),
             passed=(PlanError, ScheduleError),
         )
-        step_s = {size: plan.predicted_step_s for plan, size in guesses}
+        step_s = {size: guessed.predicted_step_s for guessed, size in guesses}
         ranked = sorted(sizes, key=lambda size: step_s.get(size, inf))[:MOST_VERIFIED]
-    best = fastest(fitting(capturable.models(sorted(ranked)), partial(request.plan, explained=False)))
+    plan = partial(within(len(ranked) + 1).plan, explained=False)
+    best = fastest(fitting(capturable.models(sorted(ranked)), plan))
     if best is not None:
         return best
     model = next(capturable.models(ranked), None) or model_at(near)
