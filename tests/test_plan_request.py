@@ -237,3 +237,9 @@ def test_stages_of_a_rank_are_taken_to_hold_an_even_share_of_a_shared_out_optimi
     free = side_by_side(schedule="zb_v", shard_optimizer=True)
     capped = side_by_side(schedule="zb_v", shard_optimizer=True, memory=int(1.02 * max(free.peaks)))
     assert capped.peaks == free.peaks
+
+
+def test_a_pipeline_that_passes_its_caps_as_one_of_several_is_planned_again_for_less() -> None:
+    free = side_by_side(shard_optimizer=True)
+    plan = side_by_side(shard_optimizer=True, memory=int(0.98 * max(free.peaks)))
+    assert max(plan.peaks) <= plan.caps[0]

@@ -99,16 +99,26 @@ def first_of_each(cluster: Cluster, width: int) -> Cluster:
     return replace(cluster, devices=tuple(devices))
 
 
+class PassesCapsSideBySide(InfeasibleError):
+    """A plan keeps its caps alone, and not as one of several. over: bytes by which each rank passes its."""
+
+    def __init__(self, message: str, *, over: Sequence[int]) -> None:
+        super().__init__(message)
+        self.over = over
+
+
 def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster) -> Plan:
     """Several pipelines like that of a plan, their step simulated with the sums of their gradients."""
     wide = widened(plan, width)
     caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
     step = costs.simulate(replace(wide, caps=caps))
+    over = [max(0, peak - cap) for peak, cap in zip(step.rank_peaks, caps, strict=True)]
     for rank, (peak, cap) in enumerate(zip(step.rank_peaks, caps, strict=True)):
         if peak > cap:
-            raise InfeasibleError(
+            raise PassesCapsSideBySide(
                 f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
-                f"{format_bytes(cap)}{closely(peak, cap)}"
+                f"{format_bytes(cap)}{closely(peak, cap)}",
+                over=over,
             )
     return replace(wide, caps=caps, peaks=step.rank_peaks, predicted_step_s=step.step_s)
 
@@ -124,19 +134,24 @@ know, such as `lstm`, were found to hold 2.5 times what was planned."""
 def plan_within_caps(
     search: Callable[[Cluster], Plan], cluster: Cluster, traced_peaks: Callable[[Plan], Sequence[int]]
 ) -> Plan:
-    """The first plan whose traced stages keep the devices' memory.
+    """The first plan that keeps the devices' memory side by side with its replicas, and by its traced stages.
 
     search: plans under the memory of a cluster.  traced_peaks: bytes that each rank of a plan holds.
     """
     caps = [device.memory_bytes for device in cluster.devices]
     lowered = list(caps)
     first: tuple[int, ...] = ()
+    refused: InfeasibleError | None = None
     for _ in range(TRIES):
         try:
             plan = search(cluster.with_memory(lowered))
-        except InfeasibleError:
-            if not first:
-                raise
+        except PassesCapsSideBySide as error:
+            refused = refused or error
+            over = [*error.over, *[0] * (len(caps) - len(error.over))]
+            lowered = [max(1, cap - extra) for cap, extra in zip(lowered, over, strict=True)]
+            continue
+        except InfeasibleError as error:
+            refused = refused or error
             break
         plan = replace(plan, caps=tuple(caps[: len(plan.caps)]))
         far_below = all(peak <= FAR_BELOW * cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
@@ -148,6 +163,9 @@ def plan_within_caps(
         for rank in over:
             unseen = peaks[rank] - plan.peaks[rank]
             lowered[rank] = max(1, min(lowered[rank] - 1, caps[rank] - unseen))
+    if not first:
+        assert refused is not None, "nothing was traced"
+        raise refused
     rank, most = max(enumerate(first), key=lambda pair: pair[1] - caps[pair[0]])
     raise InfeasibleError(
         f"as planned, all fits, but rank {rank} holds {format_bytes(most)} when its stage is traced, and its "
@@ -318,11 +336,14 @@ class PlanRequest:
             return way._plan_wide(costs, cluster, microbatches, explained)
 
         known = model if isinstance(model, CapturedModel) else None
+
+        def untraced(_: Plan) -> Sequence[int]:
+            return ()
+
+        peaks: Callable[[Plan], Sequence[int]] = untraced
         if known is not None and self._runs_as_traced(known.captured):
             peaks = partial(traced_peaks, captured=known.captured, costs=costs, compiled=options.compile)
-            plan = plan_within_caps(search, self.cluster, peaks)
-        else:
-            plan = search(self.cluster)
+        plan = plan_within_caps(search, self.cluster, peaks)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
         split = {} if known is None else known.captured.split_words
@@ -349,7 +370,7 @@ class PlanRequest:
 
         def wide(way: PlanRequest) -> Plan:
             return plan_side_by_side(
-                way._search(one, devices, microbatches, explained), replicas, costs, cluster
+                way._search(one, devices, microbatches, explained), replicas, costs, self.cluster
             )
 
         ways = (replace(self, options=way) for way in ways_of(self.options))
