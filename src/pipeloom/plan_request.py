@@ -100,11 +100,12 @@ def first_of_each(cluster: Cluster, width: int) -> Cluster:
 
 
 class PassesCapsSideBySide(InfeasibleError):
-    """A plan keeps its caps alone, and not as one of several. over: bytes by which each rank passes its."""
+    """A plan keeps its caps alone, and not as one of several. unseen: of each rank that
+    passes its, the bytes that it holds beside those it holds alone."""
 
-    def __init__(self, message: str, *, over: Sequence[int]) -> None:
+    def __init__(self, message: str, *, unseen: Mapping[int, int]) -> None:
         super().__init__(message)
-        self.over = over
+        self.unseen = unseen
 
 
 def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster) -> Plan:
@@ -112,13 +113,14 @@ def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster
     wide = widened(plan, width)
     caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
     step = costs.simulate(replace(wide, caps=caps))
-    over = [max(0, peak - cap) for peak, cap in zip(step.rank_peaks, caps, strict=True)]
+    each = enumerate(zip(step.rank_peaks, wide.peaks, caps, strict=True))
+    unseen = {rank: peak - alone for rank, (peak, alone, cap) in each if peak > cap}
     for rank, (peak, cap) in enumerate(zip(step.rank_peaks, caps, strict=True)):
         if peak > cap:
             raise PassesCapsSideBySide(
                 f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
                 f"{format_bytes(cap)}{closely(peak, cap)}",
-                over=over,
+                unseen=unseen,
             )
     return replace(wide, caps=caps, peaks=step.rank_peaks, predicted_step_s=step.step_s)
 
@@ -147,8 +149,8 @@ def plan_within_caps(
             plan = search(cluster.with_memory(lowered))
         except PassesCapsSideBySide as error:
             refused = refused or error
-            over = [*error.over, *[0] * (len(caps) - len(error.over))]
-            lowered = [max(1, cap - extra) for cap, extra in zip(lowered, over, strict=True)]
+            for rank, unseen in error.unseen.items():
+                lowered[rank] = max(1, min(lowered[rank] - 1, caps[rank] - unseen))
             continue
         except InfeasibleError as error:
             refused = refused or error
@@ -161,8 +163,8 @@ def plan_within_caps(
         if not over:
             return plan
         for rank in over:
-            unseen = peaks[rank] - plan.peaks[rank]
-            lowered[rank] = max(1, min(lowered[rank] - 1, caps[rank] - unseen))
+            beside = peaks[rank] - plan.peaks[rank]
+            lowered[rank] = max(1, min(lowered[rank] - 1, caps[rank] - beside))
     if not first:
         assert refused is not None, "nothing was traced"
         raise refused
