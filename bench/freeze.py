@@ -57,7 +57,7 @@ def report(model: str) -> str:
     """What `plan` and `simulate` print of a model: tables, drawing, limits and advice."""
     with TemporaryDirectory() as name:
         job, plan = Path(name) / "frozen_job.py", Path(name) / "plan.json"
-        job.write_text(f"import zoo\n\n\ndef job():\n    return nets.job({model!r})\n")
+        job.write_text(f"import nets\n\n\ndef job():\n    return nets.job({model!r})\n")
         where = (f"{job}:job", "--cluster", CLUSTER)
         text = printed("plan", *where, "-p", "4", "-o", str(plan)) + printed("simulate", str(plan), *where)
         return text.replace(name, "")

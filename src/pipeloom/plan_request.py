@@ -378,7 +378,8 @@ class PlanRequest:
         ways = (replace(self, options=way) for way in ways_of(self.options))
         best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
         if best is None:
-            raise refused[0]
+            again = (error for error in refused if isinstance(error, PassesCapsSideBySide))
+            raise next(again, refused[0])
         return replace(best[0], planner=self.options.planner)
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:

@@ -182,9 +182,10 @@ def _adding(program: Program) -> list[dict[int, Longs]]:
     found = []
     for low, high in pairwise(columns.offsets.tolist()):
         entries = low + np.flatnonzero(adds[low:high])
-        order = np.argsort(update[entries], kind="stable")
-        firsts = np.searchsorted(update[entries[order]], program.updates[1:])
-        found.append(dict(zip(program.updates, np.split(entries[order], firsts), strict=True)))
+        entries = entries[np.argsort(update[entries], kind="stable")]
+        firsts, ends = (np.searchsorted(update[entries], program.updates, side) for side in ("left", "right"))
+        spans = zip(program.updates, firsts.tolist(), ends.tolist(), strict=True)
+        found.append({number: entries[first:end] for number, first, end in spans})
     return found
 
 

@@ -167,7 +167,7 @@ class _Weights:
         count = self.schedule.microbatches // self.schedule.slices
         every = bisect_left(range(count), True, self.updates.every + 1, key=self._runs_with)
         if every < count or self._runs_with(count):
-            return f"update every {every} micro-batches or more, or run fewer forwards ahead on this rank"
+            return f"update every {every} micro-batches, or run fewer forwards ahead on this rank"
         return f"run fewer forwards ahead of the backwards on rank {self.rank}"
 
     def _runs_with(self, every: int) -> bool:

@@ -114,10 +114,10 @@ def format_bytes(size: float) -> str:
 def enough_bytes(size: int) -> str:
     """A size that is advised, rounded up by at most 1 %: who gives what it says gives at least so much.
 
-    >>> enough_bytes(25375540), enough_bytes(25 * 2**20), enough_bytes(2**30 + 1), enough_bytes(999)
-    ('24.3 MiB', '25.0 MiB', '1.01 GiB', '999 B')
+    >>> enough_bytes(25375540), enough_bytes(2**20 - 1), enough_bytes(2**30 + 1), enough_bytes(999)
+    ('24.3 MiB', '1.00 MiB', '1.01 GiB', '999 B')
     """
-    unit = _unit_of(size)
+    unit = byte_unit(size).name
     if unit == "B":
         return f"{size} B"
     digits = 2 if size < 10 * UNITS[unit] else 1
@@ -125,10 +125,6 @@ def enough_bytes(size: int) -> str:
     text = f"{rounded} {unit}"
     # Reading it back cuts off a part of a byte, which may be the one that is needed.
     return text if parse_bytes(text) >= size else f"{rounded + Decimal(1).scaleb(-digits)} {unit}"
-
-
-def _unit_of(size: float) -> str:
-    return next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
 
 
 def byte_unit(size: float) -> SizeUnit:

@@ -20,6 +20,7 @@ from ..ir.errors import PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
+from ..schedules.registry import with_chunks
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
@@ -393,12 +394,20 @@ def chooses(options: PlanOptions) -> bool:
 
 def first_way(options: PlanOptions, by: str = "dawnpiper") -> PlanOptions:
     """With a planner of one schedule, `by`, where many are tried, which takes less time; of others the same.
+    With several stages on each rank, where so many are asked for.
 
     >>> ways = (first_way(PlanOptions(planner=name, schedule="gpipe")) for name in ("auto", "exact"))
     >>> [way.planner for way in ways]
     ['dawnpiper', 'exact']
+    >>> first_way(PlanOptions(planner="auto", chunks=3)).schedule
+    'interleaved_1f1b:v=3'
     """
-    return options.changed(planner=by) if searches(options.planner) else options
+    if not searches(options.planner):
+        return options
+    if options.schedule is None and (options.chunks or 1) > 1:
+        several = with_chunks("interleaved_1f1b", options.chunks)
+        return options.changed(planner=by, schedule=several, chunks=None)
+    return options.changed(planner=by)
 
 
 def ways_of(options: PlanOptions) -> list[PlanOptions]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..ir.errors import ConfigError
 from ..ir.text import load_noun, show_share, show_time
 from ..ir.timeline import Timeline
 from ..train.run_directory import METRICS, TIMELINES, is_locked, read_metrics
@@ -22,10 +23,17 @@ def run_shown(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     }
     steps_s = [line.step_s for line in lines if line.step_s is not None]
     file = folder / TIMELINES
-    timelines = load_noun(file, list[Timeline]) if file.is_file() else []
     going = is_locked(folder)
     last = max((line.step for line in lines), default=0)
     said = f"{'training, step' if going else 'ended at step'} {last}"
+    timelines: list[Timeline] = []
+    if file.is_file():
+        try:
+            timelines = load_noun(file, list[Timeline])
+        except ConfigError as error:
+            said += f"; {error}"
+    elif not going:
+        said += f"; no {TIMELINES} to draw"
     if steps_s:
         said += f"; the last step took {show_time(steps_s[-1])}"
     for timeline in timelines:

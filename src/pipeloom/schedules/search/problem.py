@@ -8,7 +8,8 @@ backwards in the opposite one, then the weight gradients.
 An order lists everything once: entry e stands for unit e // m and micro-batch e % m. Each entry begins as
 soon as its ranks are free and what it waits for is there; messages from one rank to another follow each other
 in the order in which they are sent. So an order in which nothing stands before what it needs can never block,
-and gives the times that the simulator gives for its rows.
+and gives the times that the simulator gives for its rows, unless a message there waits for its receive to be
+posted.
 """
 
 from __future__ import annotations
@@ -442,7 +443,10 @@ class SearchProblem:
             longest = max(one.seconds for one in messages)
             if longest > apart or (longest and len(makers) < len(messages)):
                 queued += messages
-        return tuple(sorted(queued, key=lambda one: one.maker))
+        # An action's messages leave in the order of the stages that read them, as they are numbered on ranks.
+        placed = {(rank, self.origin(stage)): stage for stage, rank in enumerate(self.placed[1])}
+        reader = {one: placed[one.link[1], self.units[one.reader].stage] for one in queued}
+        return tuple(sorted(queued, key=lambda one: (one.maker, reader[one])))
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
