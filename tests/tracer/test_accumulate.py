@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeloom.runtime.weights import Gradients
-from pipeloom.tracer.stage.compiled import compile_graph, peak_bytes
+from pipeloom.tracer.stage.compiled import LEFT_IN_THEIR_INPUTS_SIZE, compile_graph, peak_bytes
 from pipeloom.tracer.stage.split import add_gradient, add_in_place, add_product, add_products
 from pipeloom.tracer.tensors import LiveBytes
 
@@ -187,3 +187,11 @@ def test_torchs_own_function_runs_where_it_does_the_same(name: str) -> None:
     assert called == [target._op if expected is None else expected]
     given = [tensors[a].clone() if isinstance(a, str) else a for a in args]
     assert torch.equal(run([t.clone() for t in tensors.values()])[0], target(*given))
+
+
+@pytest.mark.parametrize("loss", sorted(LEFT_IN_THEIR_INPUTS_SIZE, key=str), ids=str)
+def test_the_memory_that_losses_leave_their_number_in(loss: Callable[..., torch.Tensor]) -> None:
+    def write(do, a, b):
+        return do(loss, do(aten.sigmoid.default, a), do(aten.sigmoid.default, b))
+
+    assert_equal_every_way(graph_of(write), write)

@@ -98,8 +98,8 @@ def not_waited_for(what: str, method: Method) -> Method:
 
 
 def sums_not_waited_for(group: str, method: Method) -> Method:
-    def mutated(self: Channel, of: SumGroup, transfer: Any) -> None:
-        if of.name != group:
+    def mutated(self: Channel, of: SumGroup | None, transfer: Any) -> None:
+        if of is None or of.name != group:
             method(self, of, transfer)
 
     return mutated

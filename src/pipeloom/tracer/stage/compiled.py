@@ -164,6 +164,14 @@ def _has_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
+_aten = torch.ops.aten
+LEFT_IN_THEIR_INPUTS_SIZE = {
+    *(_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default),
+    _aten.binary_cross_entropy.default,
+}
+"""Losses whose one number PyTorch leaves in memory as large as their input; fake results say one number."""
+
+
 def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
     """The most bytes alive above the level at the start, by the fake results that tracing left in `meta`.
     Each storage counts once, and inputs that the run frees count as alive from the start.
@@ -182,6 +190,11 @@ def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
         if node.op == "output":
             break
         storages = _storages(node.meta.get("val"))
+        if node.target in LEFT_IN_THEIR_INPUTS_SIZE:
+            least = max(
+                t.nbytes for source in node.all_input_nodes for t in tensors_of(source.meta.get("val"))
+            )
+            storages = [(key, max(nbytes, least)) for key, nbytes in storages]
         storages_of[node] = [key for key, _ in storages]
         counted = node.op != "placeholder" or owned.get(node.name, False)
         for key, nbytes in storages:
