@@ -184,10 +184,10 @@ def options(shape: Shape, **defaults: float) -> Mapping[str, float]:
     """The options of a family with their defaults. Raises: ScheduleError if the user gave another one."""
     for name in shape.options:
         if name not in defaults:
-            known = ", ".join(defaults) or "none"
+            known = f"its options: {', '.join(defaults)}" if defaults else "leave it out: there are none"
             raise ScheduleError(
                 f"this schedule has no option {name!r}",
-                hint=did_you_mean(name, defaults, f"its options: {known}"),
+                hint=did_you_mean(name, defaults, known),
             )
     return {**defaults, **shape.options}
 
