@@ -121,7 +121,28 @@ def shuffled(asked: SearchProblem, draw: random.Random) -> OrderCandidate:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
     """Also where messages wait for each other."""
-    asked = replace(random_case(seed), transfer_s=2.5 * (seed % 2))
+    timed_as_simulated(replace(random_case(seed), transfer_s=2.5 * (seed % 2)), seed)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(0, ()), (0, ()), (1, (0, 1))],
+        [(0, ()), (1, (0,)), (1, (0,)), (0, (1, 2))],
+        [(1, (1, 2)), (1, (2,)), (0, ())],
+    ],
+    ids=["two are read by one", "one is read by two", "numbered against the flow"],
+)
+def test_messages_leave_in_the_order_in_which_they_are_sent(stages: list[tuple[int, tuple[int, ...]]]) -> None:
+    made = [
+        SearchStage(name="", forward_s=1, input_grad_s=1, weight_grad_s=1, after=after, ranks=(rank,))
+        for rank, after in stages
+    ]
+    for seed in range(10):
+        timed_as_simulated(SearchProblem(stages=tuple(made), microbatches=2, transfer_s=2.5), seed)
+
+
+def timed_as_simulated(asked: SearchProblem, seed: int) -> None:
     found = shuffled(asked, random.Random(seed))
     assert proved(asked, found) == pytest.approx(found.step_s, abs=1e-9)
 

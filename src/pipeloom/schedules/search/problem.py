@@ -443,10 +443,15 @@ class SearchProblem:
             longest = max(one.seconds for one in messages)
             if longest > apart or (longest and len(makers) < len(messages)):
                 queued += messages
-        # An action's messages leave in the order of the stages that read them, as they are numbered on ranks.
+        # An action's messages leave as `add_transfers` writes them: values along the flow, gradients against it.
         placed = {(rank, self.origin(stage)): stage for stage, rank in enumerate(self.placed[1])}
-        reader = {one: placed[one.link[1], self.units[one.reader].stage] for one in queued}
-        return tuple(sorted(queued, key=lambda one: (one.maker, reader[one])))
+        place = {stage: at for at, stage in enumerate(self.shape.flow.order)}
+
+        def served(one: QueuedMessage) -> int:
+            at = place[placed[one.link[1], self.units[one.reader].stage]]
+            return at if self.units[one.maker].kind == F else -at
+
+        return tuple(sorted(queued, key=lambda one: (one.maker, served(one))))
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
