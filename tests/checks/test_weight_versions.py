@@ -41,7 +41,7 @@ def test_pipedream_keeps_depth_minus_stage_versions(depth: int, split: bool) -> 
 def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(depth: int) -> None:
     """Micro-batches per update from d - 1 on do, d - 2 make the version late; delay 1 on all stages."""
     for every in range(max(depth - 2, 1), 2 * depth + 1):
-        made = one_f_one_b(depth, 6 * every if every > 1 else 4 * depth)
+        made = one_f_one_b(depth, 3 * every * (every + 1))
         updates = Updates(policy="2bw", every=every)
         if every < depth - 1:
             message = refused(made, updates)
@@ -86,10 +86,12 @@ def test_micro_batches_make_whole_updates() -> None:
     assert "multiple of 4" in refused(one_f_one_b(2, 10), Updates(policy="stash", every=4))
 
 
-def test_2bw_says_how_seldom_updates_may_be() -> None:
-    """Of a long schedule too, without trying each number."""
-    said = refused(built("gpipe", 2, 2000), Updates(policy="2bw"))
-    assert "update every 1000 micro-batches" in said
+@pytest.mark.parametrize(("microbatches", "every"), [(2000, 1000), (9, 9)])
+def test_2bw_says_how_seldom_updates_may_be(microbatches: int, every: int) -> None:
+    """Of a long schedule too, without trying each number; and all updates have as many micro-batches."""
+    made = built("gpipe", 2, microbatches)
+    assert f"update every {every} micro-batches" in refused(made, Updates(policy="2bw"))
+    weight_versions(made, chain(2), Updates(policy="2bw", every=every))
 
 
 def test_slices_of_a_micro_batch_share_a_version() -> None:

@@ -7,7 +7,6 @@ if it has made version t.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -165,9 +164,9 @@ class _Weights:
 
     def _larger(self) -> str:
         count = self.schedule.microbatches // self.schedule.slices
-        every = bisect_left(range(count), True, self.updates.every + 1, key=self._runs_with)
-        if every < count or self._runs_with(count):
-            return f"update every {every} micro-batches, or run fewer forwards ahead on this rank"
+        for every in range(self.updates.every + 1, count + 1):
+            if count % every == 0 and self._runs_with(every):
+                return f"update every {every} micro-batches, or run fewer forwards ahead on this rank"
         return f"run fewer forwards ahead of the backwards on rank {self.rank}"
 
     def _runs_with(self, every: int) -> bool:
