@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeloom.runtime.weights import Gradients
 from pipeloom.tracer.stage.compiled import LEFT_IN_THEIR_INPUTS_SIZE, compile_graph, peak_bytes
 from pipeloom.tracer.stage.split import add_gradient, add_in_place, add_product, add_products
-from pipeloom.tracer.tensors import LiveBytes
+from pipeloom.tracer.tensors import LiveBytes, storage_bytes
 
 aten = torch.ops.aten
 SHAPE = (8, 16)
@@ -54,6 +54,7 @@ def assert_equal_every_way(graph: fx.Graph, write: Callable[..., object]) -> Non
     assert all(map(torch.equal, results, expected))
     assert all(map(torch.equal, inputs, before))
     assert live.peak_bytes == peak_bytes(graph, {})
+    assert storage_bytes(results) == storage_bytes(node.meta["val"] for node in graph.output_node().args[0])
 
 
 ADD, IN_PLACE, MUL, NEG, VIEW = (

@@ -72,6 +72,8 @@ def compile_graph(graph: fx.Graph, attributes: object) -> tuple[BoxedFunction, d
             call = f"{constant(_fastest(node))}({', '.join(args)})"
             if node.target is getitem:
                 call = f"{args[0]}[{args[1]}]"
+            elif _left_bytes(node):
+                call += ".clone()"
             lines.append(f"    {names[node]} = {call}")
             ops[len(lines)] = str(node.target)
         elif node.op == "get_attr":
@@ -172,6 +174,14 @@ LEFT_IN_THEIR_INPUTS_SIZE = {
 """Losses whose one number PyTorch leaves in memory as large as their input; fake results say one number."""
 
 
+def _left_bytes(node: fx.Node) -> int:
+    """Bytes of what a loss leaves its one number in: they go at once, because stages keep a clone."""
+    if node.target not in LEFT_IN_THEIR_INPUTS_SIZE or (result := node.meta["val"]).numel() > 1:
+        return 0
+    read = (t for source in node.all_input_nodes for t in tensors_of(source.meta["val"]))
+    return max(t.numel() for t in read) * int(result.element_size())
+
+
 def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
     """The most bytes alive above the level at the start, by the fake results that tracing left in `meta`.
     Each storage counts once, and inputs that the run frees count as alive from the start.
@@ -190,11 +200,6 @@ def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
         if node.op == "output":
             break
         storages = _storages(node.meta.get("val"))
-        if node.target in LEFT_IN_THEIR_INPUTS_SIZE:
-            least = max(
-                t.nbytes for source in node.all_input_nodes for t in tensors_of(source.meta.get("val"))
-            )
-            storages = [(key, max(nbytes, least)) for key, nbytes in storages]
         storages_of[node] = [key for key, _ in storages]
         counted = node.op != "placeholder" or owned.get(node.name, False)
         for key, nbytes in storages:
@@ -202,7 +207,7 @@ def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
                 size[key] = nbytes if counted else 0
                 level += size[key]
             holders[key] += 1
-        peak = max(peak, level)
+        peak = max(peak, level + _left_bytes(node))
         if node.op == "placeholder":
             continue
         for gone in dead.get(node, []):
