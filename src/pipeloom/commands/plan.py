@@ -367,7 +367,7 @@ def _list(*, as_json: bool) -> None:
 def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **options: Any) -> None:
     """Choose width, depth and micro-batches. Raises: ConfigError for options that do not fit."""
     for name in CHOSEN:
-        exclusive("ranks", name, hint="leave out one: --ranks auto decides that by itself")
+        exclusive("ranks", name, hint="leave out one: --ranks auto decides it, or does not take it")
     for name in ("planner", "granularity"):
         exclusive("closed_form", name, hint="leave out one: formulas take equal parts of repeated layers")
     if closed_form and output is not None:
