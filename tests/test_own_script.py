@@ -388,6 +388,8 @@ def test_options_reach_the_plan_and_none_is_the_default() -> None:
     settings = pipeline_settings(Options(offload_dir="d"), given).settings(ranks=2, rows=4)
     assert (settings.ranks, settings.microbatches, settings.microbatch_size) == (2, 4, 1)
     assert (settings.compile, settings.offload_dir) == (True, "d")
+    none = dict.fromkeys(("compile", "master_weights", "seed", "compare", "clip_norm"))
+    assert pipeline_settings(Options(seed=3, clip_norm=1.0), none).options == Options(seed=3)
 
 
 def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:

@@ -100,8 +100,10 @@ def pipeline_settings(options: Options, given: dict[str, Any]) -> PipelineReques
                 f"there is no setting {name} of a pipeline",
                 hint=did_you_mean(name, OF_PLAN | OF_RUN, "see PlanSettings and Options"),
             )
-    run = {name: value for name, value in given.items() if name in OF_RUN}
-    plan = {name: value for name, value in given.items() if name in OF_PLAN and value is not None}
+    said = {name for name, value in given.items() if value is not None}
+    none = {one.name for one in fields(Options) if one.default is None}
+    run = {name: given[name] for name in given if name in OF_RUN & (said | none)}
+    plan = {name: given[name] for name in given if name in OF_PLAN & said}
     return PipelineRequest(options=replace(options, **run) if run else options, plan_settings=plan)
 
 
