@@ -116,6 +116,14 @@ def test_refuses_programs(rank: int, old: str, new: str, words: str) -> None:
     assert words in refused_program(edited(rank, old, new), chain(2))
 
 
+def test_a_step_is_behind_the_gradients_of_its_update_and_of_no_other() -> None:
+    """Micro-batches behind the last whole update are of none."""
+    good = "0F0 0B0 0F1 0B1 0STEP0 0F2 0B2"
+    check_program(replace(program(good, placement=(0,), microbatches=3), every=2), chain(1))
+    late = program(good.replace("0B1 0STEP0", "0STEP0 0B1"), placement=(0,), microbatches=3)
+    assert "move 0STEP0 behind 0B1" in refused_program(replace(late, every=2), chain(1))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
