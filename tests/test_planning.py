@@ -244,6 +244,32 @@ def test_all_sizes_share_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(limits) > 3 and sum(limits) <= 60
 
 
+@pytest.mark.parametrize("sized", [True, False])
+def test_what_is_planned_last_has_the_rest_of_a_time_limit(
+    sized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], list[tuple[int, float]]()
+
+    def refuse(*_: object, **how: object) -> None:
+        clock[0] += 10
+        if how:
+            raise InfeasibleError("too large")
+
+    def note(request: PlanRequest, *_: object) -> None:
+        left.append((request.options.time_limit, 60 - clock[0]))
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(PlanRequest, "plan", refuse)
+    monkeypatch.setattr(planning, "plan_with_advice", note)
+    monkeypatch.setattr(planning, "best_words", refuse)
+    request = planning.make_request(ranks=2, cluster="2 x a100-40", global_batch=16, time_limit=60)
+    if sized:
+        planning.best_plan(request, lambda size: planning._model_for(request, TANH, size))
+    else:
+        planning.plan_size(request, TANH)
+    assert len(left) == 1 and left[0][0] == max(1, left[0][1]) < 60
+
+
 def test_lengths_and_parts_go_with_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, as on accelerators, what ranks of this machine will run is measured before it is planned."""
     precisions = []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
@@ -317,6 +317,15 @@ class PlanRequest:
     def changed(self, **changes: Any) -> PlanRequest:
         return replace(self, options=self.options.changed(**changes))
 
+    @property
+    def until(self) -> float:
+        """When its time limit is over if it begins now."""
+        return time.monotonic() + (self.options.time_limit or inf)
+
+    def limited_to(self, until: float) -> PlanRequest:
+        """With a time limit of what is left until then, at least a second."""
+        return self if until == inf else self.changed(time_limit=max(1, ceil(until - time.monotonic())))
+
     def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
         """The plan for a model at one micro-batch size. Of a captured one the stages can be traced: a plan
         for CPUs then keeps its caps by these too.
@@ -328,11 +337,10 @@ class PlanRequest:
         refuse_by_delay(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
-        until = time.monotonic() + (options.time_limit or 0)
+        until = self.until
 
         def search(cluster: Cluster) -> Plan:
-            left_s = options.time_limit and max(1, ceil(until - time.monotonic()))
-            way = self if left_s == options.time_limit else self.changed(time_limit=left_s)
+            way = self.limited_to(until)
             if options.replicas == 1:
                 return way._search(costs, cluster, microbatches, explained)
             return way._plan_wide(costs, cluster, microbatches, explained)

@@ -346,9 +346,11 @@ def plan_size(
     timed_here = made_here if captured is None else profiled is None or _device_here(profiled) is not None
     if request.options.word_parts is None and timed_here:
         in_words = of_lengths if lengths else partial(_split_model, request, job, model.size, profiled)
+        until = request.until
         best = best_words(request, model, in_words)
         if best is not None:
             return best
+        request = request.limited_to(until)
     # With compiling or several lengths, each size would take long.
     quick = made_here and took_s < QUICK_S and not request.options.compile and not lengths
 
@@ -748,7 +750,7 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
             "the best micro-batch size is that of a number of rows per step, and there is none",
             hint="say how many rows a step has: --global-batch 64",
         )
-    sizes = request.sizes()
+    sizes, until = request.sizes(), request.until
     capturable = CapturableSizes(sizes, model_at)
     near = min(sizes, key=lambda size: abs(size - request.options.microbatch_size))
     limit_s = request.options.time_limit
@@ -772,4 +774,4 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
     if best is not None:
         return best
     model = next(capturable.models(ranked), None) or model_at(near)
-    return plan_with_advice(request, model), model  # raises, with what would fit
+    return plan_with_advice(request.limited_to(until), model), model  # raises, with what would fit
