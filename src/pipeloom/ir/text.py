@@ -114,10 +114,10 @@ def format_bytes(size: float) -> str:
 def enough_bytes(size: int) -> str:
     """A size that is advised, rounded up by at most 1 %: who gives what it says gives at least so much.
 
-    >>> enough_bytes(25375540), enough_bytes(2**20 - 1), enough_bytes(2**30 + 1), enough_bytes(999)
-    ('24.3 MiB', '1.00 MiB', '1.01 GiB', '999 B')
+    >>> enough_bytes(25375540), enough_bytes(2**30 - 2**16), enough_bytes(2**30 + 1), enough_bytes(999)
+    ('24.3 MiB', '1.00 GiB', '1.01 GiB', '999 B')
     """
-    unit = byte_unit(size).name
+    unit = byte_unit(size * 1.0001).name  # rounded up, 1023.91 would be 1024.0
     if unit == "B":
         return f"{size} B"
     digits = 2 if size < 10 * UNITS[unit] else 1
