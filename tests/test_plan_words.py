@@ -12,9 +12,10 @@ from runs import capture_of
 
 from pipeloom import Job, plan_words, planning
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.errors import PlanError
+from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
+from pipeloom.plan_request import PlanRequest
 from pipeloom.plan_words import WHOLE_STEP
 from pipeloom.profiler import measure_op
 from pipeloom.tracer.captured import Captured
@@ -74,6 +75,21 @@ def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) 
     assert f"words of head.weight in {parts} parts" in said and "times as fast" in said
     good("simulate", saved, *words)
     assert "split" in bad(1, "export-plan", saved, f"{file}:job", "--for", "torch")
+
+
+def test_the_number_of_parts_is_guessed_with_as_many_stages_as_are_asked_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(request: PlanRequest, *_: object, **how: object) -> None:
+        tried.append(request.options.schedule)
+        raise InfeasibleError("too large")
+
+    monkeypatch.setattr(PlanRequest, "plan", refuse)
+    with pytest.raises(InfeasibleError):
+        plan(job, chunks=3)
+    assert "interleaved_1f1b:v=3" in tried and plan_words.WAVE not in tried
 
 
 def test_more_ranks_than_ops_are_refused_before_words_are_split(

@@ -432,7 +432,7 @@ class PlanRequest:
 
     @property
     def for_advice(self) -> PlanRequest:
-        """The same, unwatched, and faster: of a planner of many schedules the first that it tries."""
+        """The same, unwatched, and faster: a planner of one schedule in place of one that tries many."""
         return replace(self, options=first_way(self.options), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:

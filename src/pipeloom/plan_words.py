@@ -58,8 +58,8 @@ def best_words(
     splitting it could help, or nothing fits.
 
     Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Where
-    schedules are tried, it is the number of the fastest plan for `WAVE`: steps of 1F1B hardly depend on it.
-    Each of the three takes a third of a time limit.
+    schedules are tried, it is the number of the fastest plan for `WAVE`, unless it is said how many stages a
+    rank has: steps of 1F1B hardly depend on it. Each of the three takes a third of a time limit.
 
     Raises: PlanError if there are more stages than ops of the whole model, or more ranks than devices.
     """
@@ -75,7 +75,7 @@ def best_words(
     models = _models(whole, [_parts(large, count) for count in counts], model_of)
 
     def guessed(model: CapturedModel) -> Plan:
-        if chooses(request.options):
+        if chooses(request.options) and request.options.chunks is None:
             with suppress(*refused):
                 return replace(request, watch=None).changed(schedule=WAVE).plan(model, explained=False)
         return quick.plan(model, explained=False)
