@@ -564,7 +564,7 @@ class Pipeline:
         saved = state.get("scheduler_names")  # which older checkpoints do not have
         if count != len(names):
             raise CheckpointError(
-                f"the checkpoint has LR schedulers for {count} optimizers, the job for {len(names)}",
+                f"optimizers with LR schedulers: the checkpoint has {count}, the job {len(names)}",
                 hint="use the optimizers of the checkpoint, or load without Options.scheduler",
             )
         if saved is not None and saved != names:
