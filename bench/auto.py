@@ -40,7 +40,7 @@ from pipeloom.ir.cluster import MiB
 from pipeloom.ir.graph import OpGraph
 from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.plan_settings import PlanSettings
-from pipeloom.planner.joint.ledger import searched_for
+from pipeloom.planner.joint.search_record import searched_for
 from pipeloom.planner.request import PlanOptions
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.names import parse_name

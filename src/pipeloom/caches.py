@@ -24,7 +24,7 @@ from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.profile import Profile, batch_text
 from .ir.text import from_json, to_json, write_whole
-from .planner.joint.ledger import INTERRUPTED, PREFIX
+from .planner.joint.search_record import INTERRUPTED, PREFIX
 
 if TYPE_CHECKING:
     from .profiler.contention import Contention

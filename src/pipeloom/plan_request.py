@@ -17,7 +17,7 @@ from .ir.text import format_bytes, show_time
 from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
 from .plan_settings import PlanSettings
-from .planner.joint.ledger import INTERRUPTED, searched_for
+from .planner.joint.search_record import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if

@@ -20,7 +20,7 @@ from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner import planners
 from pipeloom.planner.joint.estimates import NEAR, CutTimes
-from pipeloom.planner.joint.ledger import searched_for
+from pipeloom.planner.joint.search_record import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions

@@ -23,8 +23,8 @@ from ..ir.profile import Profile
 from ..schedules.registry import with_chunks
 from .candidate import Candidate
 from .joint.axes import AXES
-from .joint.ledger import SearchLedger
 from .joint.search import LEVEL, TINY, JointSearch, Point
+from .joint.search_record import SearchRecord
 from .notes import faster_of
 from .own_search import (
     LOWERED,
@@ -114,7 +114,7 @@ class JointPlanner:
         axes = {name: AXES[name] for name in self.axes or AXES}
         return JointSearch(request, axes, self.seeds, self.room, orders=self.orders, explained=explained)
 
-    def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
+    def seeds(self, request: Request, record: SearchRecord) -> Iterator[tuple[str, Point]]:
         """What the searches of planners find, for one stage on each rank. For several cuts whose ranks take
         equally long; and of few places `exact`."""
         if not request.layout.in_line:
@@ -135,20 +135,20 @@ class JointPlanner:
             many |= search.large and name not in (self.planners or SEEDS_OF_LARGE)
             try:
                 if many:
-                    ledger.note(ledger.planners, name, f"not asked about {len(search.model)} ops")
+                    record.note(record.planners, name, f"not asked about {len(search.model)} ops")
                 elif own is not None:
                     few = search.large and name == "exact"
                     search, cuts = (search, search.fastest_of_few()) if few else own.cut(request, search)
                     if cuts:
                         yield name, Point(request, search, cuts)
                     else:
-                        ledger.note(ledger.planners, name, "no cut fits")
+                        record.note(record.planners, name, "no cut fits")
                 else:
                     yield from ((name, point) for point in _side_by_side_seeds(request))
             except PlanError as error:
-                ledger.note(ledger.planners, name, error.message)
+                record.note(record.planners, name, error.message)
 
-    def room(self, request: Request, ledger: SearchLedger, *, explained: bool) -> Iterator[tuple[str, Point]]:
+    def room(self, request: Request, record: SearchRecord, *, explained: bool) -> Iterator[tuple[str, Point]]:
         """Cuts that keep the caps, of the first way to find any: of ranks that take equally long, by filling
         stage after stage, of the planners that it begins with, or side by side. Raises: as `make_plan`."""
         asked, request = request, replace(request, options=replace(request.options, fastest=False))

@@ -133,7 +133,9 @@ def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
     ],
     ids=["two are read by one", "one is read by two", "numbered against the flow"],
 )
-def test_messages_leave_in_the_order_in_which_they_are_sent(stages: list[tuple[int, tuple[int, ...]]]) -> None:
+def test_messages_leave_in_the_order_in_which_they_are_sent(
+    stages: list[tuple[int, tuple[int, ...]]],
+) -> None:
     made = [
         SearchStage(name="", forward_s=1, input_grad_s=1, weight_grad_s=1, after=after, ranks=(rank,))
         for rank, after in stages

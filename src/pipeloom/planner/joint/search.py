@@ -48,7 +48,7 @@ from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .bound import bound_s
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
-from .ledger import INTERRUPTED, SPENT, SearchLedger
+from .search_record import INTERRUPTED, SPENT, SearchRecord
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -150,7 +150,7 @@ class Judged(NamedTuple):
         return self.key[1]
 
 
-Seeds: TypeAlias = Callable[[Request, SearchLedger], Iterator[tuple[str, Point]]]
+Seeds: TypeAlias = Callable[[Request, SearchRecord], Iterator[tuple[str, Point]]]
 """What planners find, by their names."""
 
 Axis: TypeAlias = "Callable[[JointSearch, Judged], Iterator[Point]]"
@@ -180,7 +180,7 @@ class JointSearch:
         self.request, self.axes, self.seeds, self.room, self.orders = request, axes, seeds, room, orders
         self.explained = explained
         self.hopeless = state_passes_caps(request.graph, request.cluster, request.options.sharing)
-        self.ledger = SearchLedger()
+        self.record = SearchRecord()
         self.until = time.monotonic() + (request.options.time_limit or inf)
         self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
         self.best_of: dict[tuple[str, tuple[int, ...]], Judged] = {}
@@ -197,7 +197,7 @@ class JointSearch:
         self.pressed = False
         """Whether caps have cost anything: something was freed, or passed them."""
         self.places = len(Readers(request.graph).cut_points) - 1
-        self.ledger.bound_s = bound_s(self.request, self.names)
+        self.record.bound_s = bound_s(self.request, self.names)
 
     # --- what there is to choose from -----------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class JointSearch:
             # Where nothing fits yet, orders that cost several searches are no way to begin.
             most = BUDGET / 2 if self.best is not None else 2 * BUDGET
             if self.closest is not None and self.spent + 2 * self._actions(request) > most:
-                self.ledger.ended = SPENT
+                self.record.ended = SPENT
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
             if not self.ways or request.entry.recipe is not None:
                 self.spent += self._actions(request)
@@ -341,21 +341,21 @@ class JointSearch:
             raise TimeIsUp
         best_s = self.best.step_s if self.best is not None else inf
         if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
-            self.ledger.died["bound"] += 1
+            self.record.died["bound"] += 1
             return None
         cost = self._actions(point.request) + WEIGHING * len(point.request.graph.ops)
         if self.spent + cost > BUDGET and self.best is not None:
-            self.ledger.died["budget"] += 1
-            self.ledger.ended = SPENT
+            self.record.died["budget"] += 1
+            self.record.ended = SPENT
             return None
         self.spent += cost
         self._tell(point, by)
-        self.ledger.tried[by] += 1
+        self.record.tried[by] += 1
         try:
             judged = self._simulated(point)
         except (PlanError, ScheduleError) as error:
             self.errors.append(error)
-            self.ledger.note(self.ledger.schedules, point.request.schedule, error.message)
+            self.record.note(self.record.schedules, point.request.schedule, error.message)
             return None
         self.tried[point.key] = judged
         known = self.best_of.get(point.way)
@@ -364,10 +364,10 @@ class JointSearch:
         if self.closest is None or judged.key < self.closest.key:
             self.closest = judged
         if judged.fits:
-            self.ledger.note(self.ledger.schedules, point.request.schedule, judged.step_s)
+            self.record.note(self.record.schedules, point.request.schedule, judged.step_s)
             if judged.step_s < best_s * (1 - SAME):
                 if self.best is not None:
-                    self.ledger.gained[by] = self.ledger.gained.get(by, 0.0) + best_s - judged.step_s
+                    self.record.gained[by] = self.record.gained.get(by, 0.0) + best_s - judged.step_s
                 self.best = judged
         return judged
 
@@ -395,7 +395,7 @@ class JointSearch:
     def _tell(self, point: Point, by: str) -> None:
         if self.request.watch is not None:
             best = None if self.best is None else (self.best.point.request.schedule, self.best.step_s)
-            self.request.watch.trying(f"{by}: {point.request.schedule}", best, self.ledger.bound_s)
+            self.request.watch.trying(f"{by}: {point.request.schedule}", best, self.record.bound_s)
 
     # --- the search -----------------------------------------------------------------------------------
 
@@ -407,16 +407,16 @@ class JointSearch:
         try:
             self._search()
         except TimeIsUp:
-            self.ledger.ended = "time limit"
+            self.record.ended = "time limit"
         except KeyboardInterrupt:
             if self.best is None:
                 raise
-            self.ledger.ended = INTERRUPTED
+            self.record.ended = INTERRUPTED
         if self.best is None:
             raise self._refusal()
         plans = [plan_of(self._simplest(self.best)), *self.ordered]
         taken = min(plans, key=lambda plan: plan.predicted_step_s)
-        return replace(taken, notes={**taken.notes, **self.ledger.notes()})
+        return replace(taken, notes={**taken.notes, **self.record.notes()})
 
     def _search(self) -> None:
         options = self.request.options
@@ -439,7 +439,7 @@ class JointSearch:
         taken = min(near, key=lambda j: (len(j.point.request.layout.placement), j.step_s))
         for other in near:
             if other.step_s < taken.step_s:
-                self.ledger.note(self.ledger.passed_over, other.point.request.schedule, other.step_s)
+                self.record.note(self.record.passed_over, other.point.request.schedule, other.step_s)
         return taken
 
     def _begin(self) -> None:
@@ -451,16 +451,16 @@ class JointSearch:
                 request = self.way(name)
                 search = request.search()
                 if not search.large and not request.copies and not fits(search):
-                    self.ledger.note(self.ledger.schedules, name, "no cut fits, even with all freed")
+                    self.record.note(self.record.schedules, name, "no cut fits, even with all freed")
                     continue
                 estimate = self.estimate(request, search)
             except (PlanError, ScheduleError) as error:
                 self.errors.append(error)
-                self.ledger.note(self.ledger.schedules, name, error.message)
+                self.record.note(self.record.schedules, name, error.message)
                 continue
             layout = request.layout
             if layout.in_line and not inline:
-                inline = list(self.seeds(request, self.ledger))
+                inline = list(self.seeds(request, self.record))
                 level = self.level_cuts(ClosedForm(estimate.cuts))[:1]
                 begin = [*inline, *((LEVEL, Point(request, search, cuts)) for cuts in level)]
                 for planner, point in sorted(begin, key=lambda seed: self._closely(seed[1])):
@@ -483,7 +483,7 @@ class JointSearch:
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             layout = point.request.layout
             if self.places > TINY and number >= FEW and seen[layout] >= EACH and seconds > limit:
-                self.ledger.died["short step"] += 1
+                self.record.died["short step"] += 1
                 continue
             judged = self.judge(point, "schedules")
             seen[layout] += judged is None or judged.fits
@@ -492,7 +492,7 @@ class JointSearch:
                 for other in self.cuts_in_branch_orders(point):
                     self.judge(other, "branches")
             if (self.alone or self.places <= TINY) and not layout.in_line and not self._near(CLOSEST):
-                for planner, found in self.seeds(point.request, self.ledger):
+                for planner, found in self.seeds(point.request, self.record):
                     self.judge(found, planner)
 
     def cuts_in_branch_orders(self, point: Point) -> Iterator[Point]:
@@ -519,7 +519,7 @@ class JointSearch:
                 return
             try:
                 explained = self.explained and self.refused is None  # only the first refusal is told
-                for planner, point in self.room(self.way(name), self.ledger, explained=explained):
+                for planner, point in self.room(self.way(name), self.record, explained=explained):
                     self.judge(point, planner)
             except InfeasibleError as error:
                 self.refused = self.refused or error
@@ -545,9 +545,9 @@ class JointSearch:
     def _note_planner(self, planner: str, point: Point, judged: Judged | None) -> None:
         judged = judged or self.tried.get(point.key)
         if planner != LEVEL and judged is not None and judged.fits:
-            self.ledger.note(self.ledger.planners, planner, judged.step_s)
+            self.record.note(self.record.planners, planner, judged.step_s)
         elif planner != LEVEL:
-            self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
+            self.record.note(self.record.planners, planner, "its cut passes the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
         """The best few, of different ways, and of a small model the best of each layout; and the closest of
@@ -581,7 +581,7 @@ class JointSearch:
 
     def _near(self, share: float) -> bool:
         """Whether no plan is faster than the best by more than such a share of the bound."""
-        return self.best is None or self.best.step_s <= self.ledger.bound_s * (1 + share)
+        return self.best is None or self.best.step_s <= self.record.bound_s * (1 + share)
 
     def _put_in_faster_orders(self) -> None:
         if self.best is None or self.alone or self.request.graph.together or self._near(WORTH):
@@ -595,14 +595,14 @@ class JointSearch:
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
             if self.places > TINY and judged.step_s > below_s * (1 + WORTH):
                 continue
-            self.ledger.tried["order"] += 1
+            self.record.tried["order"] += 1
             plan = with_searched_order(
                 plan_of(judged), costs, below_s=below_s, effort=EFFORT, library=judged is self.best and large
             )
             if plan is not None:
                 self.ordered.append(plan)
                 gained = below_s - plan.predicted_step_s
-                self.ledger.gained["order"] = self.ledger.gained.get("order", 0.0) + gained
+                self.record.gained["order"] = self.record.gained.get("order", 0.0) + gained
 
     def _refusal(self) -> PlanError | ScheduleError:
         if self.refused is not None:

@@ -443,7 +443,7 @@ class SearchProblem:
             longest = max(one.seconds for one in messages)
             if longest > apart or (longest and len(makers) < len(messages)):
                 queued += messages
-        # An action's messages leave as `add_transfers` writes them: values along the flow, gradients against it.
+        # As `add_transfers` writes the messages of an action: values along the flow, gradients against it.
         placed = {(rank, self.origin(stage)): stage for stage, rank in enumerate(self.placed[1])}
         place = {stage: at for at, stage in enumerate(self.shape.flow.order)}
 

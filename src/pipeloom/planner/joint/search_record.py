@@ -14,13 +14,13 @@ from ...ir.text import show_time
 PREFIX = "search."
 
 KINDS = "planners", "schedules", "gained", "tried", "died", "passed_over"
-"""The tables of a ledger."""
+"""The tables of a record."""
 
 SPENT, INTERRUPTED = "budget spent", "interrupted"
 
 
 @dataclass
-class SearchLedger:
+class SearchRecord:
     """planners: seconds of the best step of what each found, or why it has nothing.  schedules: seconds of
     the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
     each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.
@@ -58,7 +58,7 @@ def _text(value: float | str) -> str:
 
 
 def searched_for(plan: Plan) -> dict[str, Any] | None:
-    """The ledger that a plan's notes tell, with the gap to the bound; None if no search made the plan."""
+    """The record that a plan's notes tell, with the gap to the bound; None if no search made the plan."""
     told = {k.removeprefix(PREFIX): text for k, text in plan.notes.items() if k.startswith(PREFIX)}
     if "bound_s" not in told:
         return None
@@ -83,7 +83,7 @@ SHOWN = 6
 
 
 def sentences(told: Mapping[str, Any]) -> list[str]:
-    """A ledger for a screen."""
+    """A record for a screen."""
     said = [f"planners: {_steps(told['planners'])}"] if told["planners"] else []
     if told["schedules"]:
         said.append(f"schedules: {_steps(told['schedules'])}")
