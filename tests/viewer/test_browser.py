@@ -84,6 +84,9 @@ def test_every_panel_is_there_without_a_complaint_or_a_network(open_report: Open
     for ink in ("#timelines text", "svg.stages .stage text"):
         assert visit.page.evaluate(f"getComputedStyle(document.querySelector('{ink}')).fill") == INK[scheme]
     assert visit.hover("2B3").startswith("2B3 stage 2: backward of micro-batch 3; rank 2, starts at ")
+    sent = "pictures[0].blocks.action.findIndex((one) => one.startsWith('3RECV_F5'))"
+    said = visit.page.evaluate(f"pictures[0].say({sent})")
+    assert said.startswith("stage 3 waits for the outputs of micro-batch 5 from stage 2; rank 3")
     gap = "timelines.words({picture: pictures[0], block: null, gap: pictures[0].gapAt(0, 60)}).join(' ')"
     assert visit.page.evaluate(gap).startswith("idle: order rank 0 waits for 1B0 of rank 1")
     assert [url.split(":")[0] for url in visit.requests] == ["file"]
@@ -112,6 +115,71 @@ def test_the_critical_path_and_the_time_axes_follow_the_reader(open_report: Open
     assert visit.page.inner_text("#memory") != before
     visit.page.mouse.dblclick(x, y)
     visit.wait_until("view.from === 0 && view.to > view.span")
+    assert visit.complaints == []
+
+
+def test_a_zoomed_chart_has_only_what_is_inside(open_report: Open) -> None:
+    """Nothing before or behind the view is drawn on its borders."""
+    visit = open_report()
+    lines = """(() => {
+      const memory = {unit: "", top: 9, ranks: [0], caps: {}, curves: [{rank: 0, name: "a",
+        source: "predicted", tier: "device", points: [[0, 1], [1, 8], [2, 3], [6, 5], [8, 9], [9, 9]]}]};
+      const timeline = {...pictures[0], from: () => 0, computing: [[]], beside: [[]], gaps: [[]], ranks: 1,
+        pairs: [], scale: 1, path: [[0, 0], [2, 1], [4, 1], [6, 3], [9, 3]]};
+      const zoomed = {from: 3, to: 5}, near = (line) => line.map((point) => point.map(Math.round));
+      const curve = memoryShapes(memory, zoomed, {width: 276}).shapes.filter((s) => s.width === 1.8);
+      const path = timeShapes(timeline, zoomed, {width: 276, top: 0, row: 100, right: 14}, {path: true});
+      return [...curve, ...path.filter((s) => s.width === 2.5)].map((s) => near(s.line));
+    })()"""
+    (curve, path) = visit.page.evaluate(lines)
+    assert curve == [[62, curve[0][1]], [262, curve[0][1]]]
+    assert path == [[62, 110], [162, 110], [262, 210]]
+
+
+def test_the_legend_shows_the_line_of_each_curve(open_report: Open) -> None:
+    curve = '{rank: 0, source: "measured", points: [[0, 1], [1, 2]], name: "measured'
+    curves = f'[{curve}", tier: "device"}}, {curve}, host", tier: "host"}}]'
+    memory = f'{{unit: "", top: 3, ranks: [0], caps: {{}}, curves: {curves}}}'
+    shapes = f"memoryShapes({memory}, {{from: 0, to: 1}}, {{width: 900}}).shapes"
+    dashes = open_report().page.evaluate(f"{shapes}.filter((s) => s.width > 1.5).map((s) => s.dash)")
+    assert dashes == ["", "1 3", "", "1 3"]
+
+
+def test_losses_that_are_no_numbers_are_not_drawn(open_report: Open) -> None:
+    visit = open_report()
+    series = '{name: "train", points: [[12000, 5], [12001, null], [12002, 4]]}'
+    plot = f'plotShapes({{series: [{series}], x: "step", y: "loss"}}, 900).shapes'
+    (line,) = visit.page.evaluate(f"{plot}.filter((s) => s.line && s.width === 2 && s.line[0][1] > 10)")
+    assert len(line["line"]) == 2 and max(y for _, y in line["line"]) < 220
+    assert "12001" in visit.page.evaluate(f"{plot}.map((s) => s.text)")
+
+
+def test_pointers_and_keys_that_are_not_for_the_timelines(open_report: Open) -> None:
+    """Keys of the browser, a press outside the rows, a pointer that is taken away, a rank without a block."""
+    visit = open_report()
+    visit.page.evaluate("pictures[0].computing[1] = []")
+    taken = """([name, more]) => {
+      const event = new KeyboardEvent("keydown", {key: name, cancelable: true, bubbles: true, ...more});
+      return !document.getElementById("timelines").dispatchEvent(event);
+    }"""
+    assert visit.page.evaluate(taken, ["+", {}])
+    for key in ("ctrlKey", "metaKey", "altKey"):
+        assert not visit.page.evaluate(taken, ["+", {key: True}])
+    assert visit.page.evaluate(taken, ["ArrowRight", {}])
+    assert visit.page.evaluate(taken, ["ArrowDown", {}])
+    x, y = visit.middle("2B3")
+    visit.page.evaluate("void (timelines.options.carry = ({ block }) => false)")
+    visit.page.mouse.click(x, visit.page.evaluate("timelines.canvas.getBoundingClientRect().top + 2"))
+    before = visit.page.evaluate("[view.from, view.to]")
+    visit.page.mouse.move(x, y)
+    visit.page.mouse.down()
+    visit.page.mouse.move(x + 90, y)
+    assert visit.page.is_visible(".band")
+    visit.page.evaluate("dispatchEvent(new PointerEvent('pointercancel'))")
+    assert not visit.page.is_visible(".band")
+    visit.page.mouse.move(x + 95, y)
+    visit.page.mouse.up()
+    assert not visit.page.is_visible(".band") and visit.page.evaluate("[view.from, view.to]") == before
     assert visit.complaints == []
 
 

@@ -55,6 +55,7 @@ def picture(
     least_s = np.where(lanes > 0, SHORTEST * span_s, 0.0)
     kept = np.flatnonzero((end - begin > 0) & (end - begin >= least_s)).tolist()
     groups: dict[str, int] = {}
+    meanings: dict[str, str] = {}  # of one of each kind, in which the page puts the numbers of another
     group_of: dict[str, int] = {}  # text of an action without its numbers -> its group
     first: dict[int, int] = {}  # group -> its first event
     blocks: dict[str, list[Any]] = {
@@ -67,7 +68,10 @@ def picture(
     kinds = [action.translate(NO_DIGITS) for action in blocks["action"]]
     for i, kind in enumerate(kinds):
         if kind not in group_of:
-            group_of[kind] = groups.setdefault(label(blocks["action"][i]).group, len(groups))
+            what = label(blocks["action"][i])
+            if what.stage is not None:
+                meanings[kind] = what.meaning
+            group_of[kind] = groups.setdefault(what.group, len(groups))
             first.setdefault(group_of[kind], i)
     blocks["group"] = [group_of[kind] for kind in kinds]
     shades = {stage: shade for stage, shade in (chunks or {}).items() if shade}
@@ -86,6 +90,7 @@ def picture(
             }
             for group, n in groups.items()
         ],
+        "meanings": meanings,
         "shades": shades,
         "blocks": blocks,
         "pairs": [

@@ -29,17 +29,24 @@ function niceTicks(from, to, most) {
   return range(Math.max(0, Math.floor(to / step + 1e-9) - first + 1)).map((i) => +((first + i) * step).toPrecision(12));
 }
 
-// What a block's action says in words.
-function meaning(action, group) {
-  const sent = /^(\d+)(SEND|RECV)_([FB])(\d+)[<>](\d+)$/.exec(action);
-  if (sent) {
-    const [, stage, way, what, microbatch, peer] = sent;
-    const verb = way === "SEND" ? `sends the` : `waits for the`, values = what === "F" ? "outputs" : "gradients";
-    return `stage ${stage} ${verb} ${values} of micro-batch ${microbatch} ${way === "SEND" ? "to" : "from"} stage ${peer}`;
-  }
-  const plain = /^(\d+)[A-Z]+(\d*)$/.exec(action);
-  if (!plain) return action;
-  return `stage ${plain[1]}: ${group}` + (plain[2] ? ` of micro-batch ${plain[2]}` : "");
+// The part of a line from left to right that lies between two places.
+function between(left, right, line) {
+  return line.flatMap((point, i) => {
+    const [x1, y1] = point, [x0, y0] = line[i - 1] ?? point;
+    const crossed = [left, right].filter((x) => x0 < x && x < x1).map((x) => [x, y0 + (y1 - y0) * (x - x0) / (x1 - x0)]);
+    return x1 < left || x1 > right ? crossed : [...crossed, point];
+  });
+}
+
+// Until the button is let go, or the browser takes the pointer away.
+function whileHeld({ move = () => {}, end = () => {}, up }) {
+  const held = new AbortController(), { signal } = held;
+  addEventListener("pointermove", move, { signal });
+  for (const name of ["pointerup", "pointercancel"]) addEventListener(name, (event) => {
+    held.abort();
+    end();
+    if (name === "pointerup") up(event);
+  }, { signal });
 }
 
 // A picture that Python made, with what drawing it again and again needs: its blocks by rank, in order of time.
@@ -86,9 +93,11 @@ class Picture {
     return this.gaps[rank]?.find(([, start, end]) => start * this.scale <= time && time < end * this.scale) ?? null;
   }
   say(i) {
-    const { action, group, rank } = this.blocks, unit = this.unit ? ` ${this.unit}` : "";
+    const { action, rank } = this.blocks, unit = this.unit ? ` ${this.unit}` : "";
     const pair = this.partner?.[action[i]] ? `, in a pair with ${this.partner[action[i]]}` : "";
-    return `${meaning(action[i], this.groups[group[i]].name)}${pair}; rank ${rank[i]}, starts at `
+    const numbers = action[i].match(/\d+/g), one = this.meanings[action[i].replace(/[\d<>]/g, "")];
+    const said = one?.replace(/(?<=stage |micro-batch )\d+/g, () => numbers.shift()) ?? action[i];
+    return `${said}${pair}; rank ${rank[i]}, starts at `
       + `${digits(this.start(i))}${unit}, takes ${digits(this.end(i) - this.start(i))}${unit}`;
   }
 }
@@ -194,9 +203,8 @@ function timeShapes(picture, view, frame, options) {
   frames(picture.pairs.map(([rank, start, stop]) => [rank, start * picture.scale, stop * picture.scale]), BLOCK_INK, 1.6);
   shapes.push(...texts);
   if (options.path && picture.path) {
-    const line = picture.path.map(([tick, rank]) => [x(tick * picture.scale), top + rank * row + 0.1 * row])
-      .map(([px, py]) => [Math.max(LEFT - 1, Math.min(end + 1, px)), py]);
-    shapes.push({ line, stroke: "panel", width: 5.5 }, { line, stroke: "ink", width: 2.5 });
+    const line = between(LEFT, end, picture.path.map(([tick, rank]) => [x(tick * picture.scale), top + rank * row + 0.1 * row]));
+    if (line.length) shapes.push({ line, stroke: "panel", width: 5.5 }, { line, stroke: "ink", width: 2.5 });
   }
   const chain = (options.chain ?? []).map((action) => picture.number.get(action)).filter((i) => i !== undefined);
   if (chain.length) {
@@ -250,9 +258,12 @@ function memoryShapes(memory, view, options) {
   const { width, right = 14 } = options, { ranks, curves, top: most } = memory, shapes = [];
   const high = ranks.length <= 8 ? 68 : 42, gap = 18;
   const scale = (width - LEFT - right) / (view.to - view.from), end = width - right;
-  const x = (time) => Math.max(LEFT, Math.min(end, LEFT + (time - view.from) * scale));
+  const x = (time) => LEFT + (time - view.from) * scale;
   const names = [...new Set(curves.map((curve) => curve.name))];
-  const style = (curve) => (curve.source === "measured" ? [MEASURED, ""] : CURVES[names.indexOf(curve.name) % CURVES.length]);
+  const style = ({ name, source, tier }) => {
+    const [stroke, dash] = source === "measured" ? [MEASURED, ""] : CURVES[names.indexOf(name) % CURVES.length];
+    return [stroke, names.length === 1 ? "" : tier === "host" ? "1 3" : dash];
+  };
   let left = LEFT;
   for (const name of names.length > 1 || curves[0].source === "measured" ? names : []) {
     const [stroke, dash] = style(curves.find((curve) => curve.name === name));
@@ -266,17 +277,14 @@ function memoryShapes(memory, view, options) {
         { text: digits(size, 3), x: LEFT - 6, y: y(size) + 4, size: 10, anchor: "end", fill: "soft" });
     }
     for (const curve of curves.filter((c) => c.rank === rank)) {
-      const line = [];
-      curve.points.forEach(([time, size], i) => {
-        if (i) line.push([x(time), line.at(-1)[1]]);
-        line.push([x(time), y(size)]);
-      });
+      const line = between(LEFT, end, curve.points.flatMap(([time, size], i, points) => [
+        ...(i ? [[x(time), y(points[i - 1][1])]] : []), [x(time), y(size)]]));
+      if (!line.length) continue;
       const [stroke, dash] = style(curve);
-      const alone = names.length === 1;
-      if ((curve.source === "measured" || alone) && curve.tier === "device") {
+      if ((curve.source === "measured" || names.length === 1) && curve.tier === "device") {
         shapes.push({ area: [...line, [line.at(-1)[0], y(0)], [line[0][0], y(0)]], fill: stroke });
       }
-      shapes.push({ line, stroke, width: 1.8, dash: alone ? "" : curve.tier === "host" ? "1 3" : dash });
+      shapes.push({ line, stroke, width: 1.8, dash });
     }
     shapes.push({ text: `rank ${rank}`, x: LEFT, y: top - 4, size: 11, fill: "ink" });
     const cap = memory.caps[rank];
@@ -291,22 +299,22 @@ function memoryShapes(memory, view, options) {
 }
 
 // Curves or points of any two numbers. series: [{name, points: [[x, y, label?], ...], points only: dots}].
-function plotShapes({ series, x: xTitle, y: yTitle, height = 260, zero = false }, width) {
+function plotShapes({ series, x: xTitle, y: yTitle, height = 260 }, width) {
   const all = series.flatMap((one) => one.points), shapes = [];
-  const ends = (at, floor) => {
+  const ends = (at) => {
     const values = all.map((point) => point[at]).filter(Number.isFinite);
-    const low = floor ? 0 : Math.min(...values), high = Math.max(...values), pad = (high - low) * 0.06 || 1;
-    return [floor ? 0 : low - pad, high + pad];
+    const low = Math.min(...values), high = Math.max(...values), pad = (high - low) * 0.06 || 1;
+    return [low - pad, high + pad];
   };
-  const [x0, x1] = ends(0, zero), [y0, y1] = ends(1, zero);
+  const [x0, x1] = ends(0), [y0, y1] = ends(1);
   const top = TOP, bottom = height - FOOT, end = width - 14;
   const x = (v) => LEFT + ((v - x0) / (x1 - x0)) * (end - LEFT), y = (v) => bottom - ((v - y0) / (y1 - y0)) * (bottom - top);
   for (const v of niceTicks(y0, y1, 6)) {
     shapes.push({ line: [[LEFT, y(v)], [end, y(v)]], stroke: "grid", width: 1 },
-      { text: digits(v, 4), x: LEFT - 6, y: y(v) + 4, size: 11, anchor: "end", fill: "soft" });
+      { text: digits(v), x: LEFT - 6, y: y(v) + 4, size: 11, anchor: "end", fill: "soft" });
   }
   for (const v of niceTicks(x0, x1, width / 110)) {
-    shapes.push({ text: digits(v, 4), x: x(v), y: bottom + 15, size: 11, anchor: "middle", fill: "soft" });
+    shapes.push({ text: digits(v), x: x(v), y: bottom + 15, size: 11, anchor: "middle", fill: "soft" });
   }
   shapes.push({ text: xTitle, x: (LEFT + end) / 2, y: bottom + 32, size: 11, anchor: "middle", fill: "soft" },
     { text: yTitle, x: 8, y: 14, size: 11, fill: "soft" });
@@ -317,7 +325,7 @@ function plotShapes({ series, x: xTitle, y: yTitle, height = 260, zero = false }
       shapes.push({ line: [[left, 10], [left + 22, 10]], stroke, width: 2, dash }, { text: name, x: left + 28, y: 14, size: 12, fill: "ink" });
       left += 52 + name.length * 7;
     }
-    const line = points.map((point) => [x(point[0]), y(point[1])]);
+    const line = points.filter((point) => Number.isFinite(point[1])).map((point) => [x(point[0]), y(point[1])]);
     if (!dots && line.length) shapes.push({ line, stroke, width: 2, dash });
     if (dots || line.length <= 30) shapes.push({ boxes: line.map(([px, py]) => [px - 3, py - 3, 6, 6]), fill: stroke, stroke: "panel", strokeWidth: 1 });
   });
@@ -494,7 +502,7 @@ class Timelines extends Chart {
   press(event) {
     if (event.button) return;
     const from = this.place(event), held = this.find(from), moved = (e) => Math.abs(this.place(e).x - from.x) > 4;
-    const carried = held?.block !== null && this.options.carry?.(held);
+    const carried = held && held.block !== null && this.options.carry?.(held);
     const box = this.canvas.getBoundingClientRect();
     const move = (e) => {
       if (!moved(e)) return;
@@ -504,14 +512,12 @@ class Timelines extends Chart {
       Object.assign(this.band.style, { left: `${low}px`, width: `${high - low}px`, height: `${box.height - FOOT}px` });
     };
     const up = (e) => {
-      removeEventListener("pointermove", move); removeEventListener("pointerup", up);
-      this.band.hidden = true;
       if (!moved(e)) return held && this.pick(held);
       if (carried) return this.options.drop(held, this.find(this.place(e)) ?? { time: this.time(this.place(e).x) });
       const [low, high] = [this.time(from.x), this.time(this.place(e).x)].sort((a, b) => a - b);
       if (event.pointerType === "mouse") this.view.set(low, high);
     };
-    addEventListener("pointermove", move); addEventListener("pointerup", up);
+    whileHeld({ move, end: () => { this.band.hidden = true; }, up });
   }
   pick(found) {
     this.picked = found;
@@ -521,6 +527,7 @@ class Timelines extends Chart {
   }
   // An arrow goes to the next block of the rank, or to the block of the next rank at the same time.
   key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return; // the browser's
     const shifts = { "+": 0.5, "=": 0.5, "-": 2 }, moves = { "<": -0.25, ">": 0.25, PageUp: -0.9, PageDown: 0.9 };
     const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     if (event.key in shifts) this.view.zoom(shifts[event.key]);
@@ -539,6 +546,7 @@ class Timelines extends Chart {
     const time = block === null ? 0 : picture.start(block);
     rank = Math.max(0, Math.min(picture.ranks - 1, rank + across));
     const row = picture.computing[rank], here = block === null ? -1 : row.indexOf(block);
+    if (!row.length) return;
     const next = across || here < 0 ? picture.from(rank, time) : here + along;
     block = row[Math.max(0, Math.min(row.length - 1, next))];
     if (picture.start(block) < this.view.from || picture.end(block) > this.view.to) {
