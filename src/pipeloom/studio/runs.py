@@ -13,7 +13,7 @@ from ..viewer.picture import memory_panels, pictures
 
 
 def run_shown(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """What is there by now. going: a process trains in the directory."""
+    """What is there by now. going: a process trains in the directory; its step is drawn when it has ended."""
     lines = read_metrics(folder / METRICS)
     losses = {
         "train": [(line.step, line.loss) for line in lines if line.loss is not None],
@@ -27,11 +27,11 @@ def run_shown(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     last = max((line.step for line in lines), default=0)
     said = f"{'training, step' if going else 'ended at step'} {last}"
     timelines: list[Timeline] = []
-    if file.is_file():
+    if not going and file.is_file():
         try:
             timelines = load_noun(file, list[Timeline])
         except ConfigError as error:
-            said += f"; {error}"
+            said += f"; {error.message}"
     elif not going:
         said += f"; no {TIMELINES} to draw"
     if steps_s:

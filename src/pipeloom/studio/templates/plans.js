@@ -72,11 +72,11 @@ async function showPlan(first = false) {
     } else {
       $("cuts").textContent = "Name the plan's model to move its cuts: pipeloom studio PLAN MODEL";
     }
-    say();
+    say("plan");
   } catch (error) {
     if (cuts !== plan.cuts) return;
     if (plan.past.length) { plan.cuts = plan.past.pop(); await showPlan(); }
-    say(error.message);
+    say("plan", error.message);
   }
   document.body.dataset.planned = +(document.body.dataset.planned ?? 0) + 1;
 }
@@ -102,12 +102,10 @@ function showCuts({ pieces, cuts }) {
       });
       handle.addEventListener("pointerdown", (event) => {
         event.preventDefault();
-        const up = (e) => {
-          removeEventListener("pointerup", up);
-          const edges = cells.map((one) => Math.abs(one.getBoundingClientRect().left - e.clientX));
-          moveCut(n, edges.indexOf(Math.min(...edges)));
-        };
-        addEventListener("pointerup", up);
+        whileHeld({ up: ({ clientX: x }) => {
+          const edges = cells.map((one) => Math.abs(one.getBoundingClientRect().left - x));
+          if (Math.abs(x - event.clientX) > 4) moveCut(n, edges.indexOf(Math.min(...edges)));
+        } });
       });
       row.push(handle);
     }
@@ -146,7 +144,7 @@ async function savePlan() {
   try {
     const { file, json } = await ask("save_plan", { cuts: plan.cuts });
     download(file, JSON.stringify(json, null, 1), "application/json");
-  } catch (error) { say(error.message); }
+  } catch (error) { say("plan", error.message); }
 }
 
 async function planAgain() {
@@ -161,7 +159,7 @@ async function planAgain() {
     }
     $("search").textContent = now.said;
     if (now.plans > before) { plan.cuts = null; plan.past = []; await showPlan(); }
-  } catch (error) { say(error.message); }
+  } catch (error) { say("plan", error.message); }
   $("plan-again").disabled = false;
 }
 
@@ -172,17 +170,20 @@ async function openRun() {
   const charts = stepCharts("run");
   let losses = [];
   const chart = new Chart($("loss"), (width) => (losses.length ? plotShapes({ series: losses, x: "step", y: "loss" }, width) : null));
-  for (;;) {
+  for (let going = true; going;) {
+    const begun = performance.now();
     try {
       const answer = await ask("run", {});
+      say("run");
+      going = answer.going;
       $("run-said").textContent = answer.said;
       losses = answer.losses;
       chart.draw();
       if (answer.pictures.length) charts.show(answer);
       document.body.dataset.ran = +(document.body.dataset.ran ?? 0) + 1;
-      if (!answer.going) return;
-    } catch (error) { say(error.message); return; }
-    await new Promise((done) => setTimeout(done, 1000));
+    } catch (error) { say("run", error.message); }
+    const took = performance.now() - begun; // longer for long runs
+    await new Promise((done) => setTimeout(done, Math.max(1000, 20 * took)));
   }
 }
 
