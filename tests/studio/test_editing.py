@@ -65,6 +65,52 @@ def test_what_was_typed_just_before_done_counts(studio: Any) -> None:
     assert page.figures()["peak"] == 3 and not page.page.is_visible("#editor")
 
 
+TYPED = """
+const type = (rank, text) => {
+  const area = $("rows").querySelectorAll("textarea")[rank];
+  area.focus();
+  area.value = text;
+  area.dispatchEvent(new Event("input"));
+  return area;
+};
+"""
+
+
+def test_no_answer_overwrites_what_is_typed(studio: Any) -> None:
+    page = edited(studio)
+    assert (
+        page.page.evaluate(
+            f"(() => {{{TYPED} const area = type(1, 'x'); showEditor(); return area.value}})()"
+        )
+        == "x"
+    )
+
+
+def test_a_block_is_dropped_into_rows_as_they_are_typed_by_then_and_these_are_saved(
+    studio: Any, tmp_path: Path
+) -> None:
+    page = edited(studio)
+    text = "1F0 1F1 1B0 1B1 1F2 1B2"
+    with page.page.expect_download() as download:
+        page.page.evaluate(
+            f"""(() => {{{TYPED} const [picture] = shown.pictures, block = picture.number.get("0F2");
+            type(1, "{text}");
+            drop({{ picture, block, rank: 0 }}, {{ picture, rank: 0, time: 0 }});
+            type(0, "0F0 0F1 0F2 0B0 0B1 0B2");
+            save("rows", 0);}})()"""
+        )
+    download.value.save_as(tmp_path / "mine.txt")
+    assert (tmp_path / "mine.txt").read_text() == f"0F0 0F1 0F2 0B0 0B1 0B2\n{text}\n"
+    page.drawn()
+
+
+def test_only_blocks_of_rows_are_carried(studio: Any) -> None:
+    page = edited(studio, **{"-T": "0.5"})
+    carried = "((picture, block) => !!carry({{ picture, block }}))(shown.pictures[0], {})"
+    assert page.page.evaluate(carried.format("0"))
+    assert not page.page.evaluate(carried.format("shown.pictures[0].beside[0][0]"))
+
+
 def test_a_deadlock_is_drawn_as_a_circle(studio: Any) -> None:
     page = edited(studio)
     write(page, 0, "0F0 0B0 0F1 0F2 0B1 0B2")

@@ -64,6 +64,15 @@ def test_cuts_are_moved_by_keys_and_undone(
     assert planned(page, 5)["cuts"] == first["cuts"]
     assert "stage empty" in page.page.inner_text("#problem")
     assert "422" in page.complaints.pop()
+    page.page.add_style_tag(content=".layer { flex: none !important; width: 2px; }")
+    before = page.page.evaluate("plan.past.length")
+    page.page.locator(".handle").click(position={"x": 1, "y": 5})
+    page.page.locator(".handle").hover()
+    page.page.mouse.down()
+    page.page.evaluate("dispatchEvent(new PointerEvent('pointercancel'))")
+    page.page.mouse.move(0, 0)
+    page.page.mouse.up()
+    assert page.page.evaluate("plan.past.length") == before
     page.page.evaluate("moveCut(0, 1), moveCut(0, 2)")
     assert planned(page, 6)["cuts"] == [2]
 
@@ -127,6 +136,13 @@ def test_a_run_is_followed_until_it_ends(studio: Any, tmp_path: Path) -> None:
         with metrics.open("a") as file:
             file.write('{"step": 2, "loss": 2.25, "step_s": 0.25, "validation_loss": 2.0}\n')
         page.wait_until("$('run-said').textContent.startsWith('training, step 2; the last step took 250')")
+        moved = metrics.rename(run / "elsewhere")
+        metrics.mkdir()
+        page.wait_until("$('problem').textContent.includes('cannot read')")
+        metrics.rmdir()
+        moved.rename(metrics)
+        page.wait_until("$('problem').hidden")
+        page.complaints.clear()  # the browser notes the refusal, which is the answer
         own = simulated_step(ranks=2, mbs=3)
         step = replace(own, events=tuple(own.events), memory=tuple(own.memory))
         save_noun([step, replace(step, source="measured")], run / "timelines.json")

@@ -49,7 +49,36 @@ def test_a_slider_does_what_its_field_does(studio: Any) -> None:
     page.page.locator('[data-slides="-p"]').fill("6")
     page.drawn()
     assert page.figures() == pytest.approx(command("schedule", "compare", "1f1b", "-p", "6")["1f1b"])
-    assert "-p=6" in page.page.url and page.page.input_value('[data-option="-p"]') == "6"
+    page.wait_until("location.hash.includes('-p=6')")
+    assert page.page.input_value('[data-option="-p"]') == "6"
+
+
+def test_the_address_follows_once_a_slider_rests(studio: Any) -> None:
+    """Browsers refuse to change it often."""
+    page = studio(s="1f1b")
+    page.settled("settled")
+    page.page.evaluate(
+        """(() => {
+        history.replaceState = () => { window.calls = (window.calls ?? 0) + 1; };
+        const slider = document.querySelector('[data-slides="-p"]');
+        for (slider.value = 2; slider.value < 9; slider.value++) slider.dispatchEvent(new Event("input"));
+        })()"""
+    )
+    page.wait_until("window.calls > 0")
+    page.settled("settled")
+    assert page.page.evaluate("window.calls") == 1
+
+
+def test_an_error_stays_until_its_own_panel_is_well_again(studio: Any) -> None:
+    page = studio(s="1f1b", **{"-p": "3"})
+    page.page.evaluate("say('plan', 'too large')")
+    page.set("-F", "x")
+    page.complaints.clear()
+    assert {"too large", "correct the setting"} <= set(page.page.inner_text("#problem").split("\n"))
+    page.set("-F", "1")
+    assert page.page.inner_text("#problem") == "too large"
+    page.page.evaluate("say('plan')")
+    assert not page.page.is_visible("#problem")
 
 
 @pytest.mark.slow
@@ -125,7 +154,8 @@ def test_a_gap_says_its_reason_and_the_path_is_that_of_explain(studio: Any) -> N
     said = page.page.inner_text("#answer")
     assert all(leg in said for leg in result["path_text"])
     assert all(reason in said for reason in result["reasons"])
-    assert 'stroke-width="5.5"' in page.picture() and "path=1" in page.page.url
+    assert 'stroke-width="5.5"' in page.picture()
+    page.wait_until("location.hash.includes('path=1')")
 
 
 @pytest.mark.slow

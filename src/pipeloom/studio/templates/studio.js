@@ -25,9 +25,12 @@ async function ask(name, question) {
   return answer;
 }
 
-function say(problem = "") {
-  $("problem").textContent = problem;
-  $("problem").hidden = !problem;
+// What is wrong, by the part of the page that has to put it right.
+const problems = {};
+function say(where, problem = "") {
+  problems[where] = problem;
+  $("problem").textContent = Object.values(problems).filter(Boolean).join("\n");
+  $("problem").hidden = !$("problem").textContent;
 }
 
 // --- the setting: words of a command, and the address ---
@@ -69,8 +72,10 @@ function command() {
   return `pipeloom schedule ${own ? "check" : names.length > 1 ? "compare" : "show"} ${names.join(" ")} ${quoted}`.trim();
 }
 
+let writing = 0;
 function showSetting() {
-  history.replaceState(null, "", `${location.pathname}${location.search}#${address()}`);
+  clearTimeout(writing); // browsers refuse to change the address often
+  writing = setTimeout(() => history.replaceState(null, "", `${location.pathname}${location.search}#${address()}`), REST_MS);
   $("command").textContent = command();
   $("path").checked = state.path;
   $("planned").hidden = !start.plan;
@@ -104,12 +109,12 @@ async function draw() {
   const begun = performance.now(), entries = state.entries.map((entry) => ({ ...entry }));
   try {
     const answer = await ask("draw", setting({ entries }));
-    say();
+    say("schedules"); say("saving");
     show(answer, entries);
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     document.body.dataset.drawMs = (performance.now() - begun).toFixed(1);
   } catch (error) {
-    say(error.message);
+    say("schedules", error.message);
     $("timelines").classList.add("stale");
   }
   busy = false;
@@ -128,7 +133,7 @@ async function atRest() {
     if (now === changes) document.body.dataset.recognised = now;
     await showTrade(now);
   } catch (error) {
-    if (now === changes) say(error.message);
+    if (now === changes) say("schedules", error.message);
   }
   if (now === changes) document.body.dataset.settled = now;
 }
@@ -152,7 +157,7 @@ function show(answer, entries) {
     return { ...one, entry: entries[n], picture: before.get(one.name)?.picture, stale: true };
   });
   const errors = drawn.filter((one) => one.error && one.name !== state.entries[state.edited]?.name);
-  if (errors.length) say(errors.map(({ error, name }) => `${name}: ${error.message}\n${error.hint ?? ""}`).join("\n"));
+  if (errors.length) say("schedules", errors.map(({ error, name }) => `${name}: ${error.message}\n${error.hint ?? ""}`).join("\n"));
   const alive = drawn.filter((one) => one.picture);
   shown.pictures = alive.map((one) => one.picture);
   shown.marks = alive.map(() => ({}));
@@ -293,7 +298,7 @@ async function tell(found) {
     $("answer").hidden = false;
     view.changed();
   } catch (error) {
-    say(error.message);
+    say("schedules", error.message);
   }
 }
 
@@ -316,8 +321,8 @@ function edit(n) {
   const entry = state.entries[n];
   if (!entry.rows) {
     const one = drawn.find(({ name, error }) => name === entry.name && !error);
-    if (!one) return say(`${entry.name} is not drawn, so there are no rows to edit`);
-    if (!one.rows) return say(`${entry.name} cannot be edited as text: it has more than fits (use fewer micro-batches), two directions, or slices`);
+    if (!one) return say("schedules", `${entry.name} is not drawn, so there are no rows to edit`);
+    if (!one.rows) return say("schedules", `${entry.name} cannot be edited as text: it has more than fits (use fewer micro-batches), two directions, or slices`);
     const taken = new Set(state.entries.map((one) => one.name));
     const name = ["mine", ...range(99).map((i) => `mine${i + 2}`)].find((one) => !taken.has(one));
     state.entries[n] = { name, rows: one.rows };
@@ -370,7 +375,7 @@ function showEditor() {
   const at = !error ? [] : error.circle.length ? error.circle.map(([rank]) => rank) : named.length ? named.slice(0, 1) : [0];
   lines.forEach((line, rank) => {
     const row = box.children[rank], area = row.children[1];
-    if (document.activeElement !== area || area.value.trim().replace(/\s+/g, " ") !== line) area.value = line;
+    if (!typing && (document.activeElement !== area || area.value.trim().replace(/\s+/g, " ") !== line)) area.value = line;
     const stuck = error?.circle.find(([r]) => r === rank);
     const text = stuck ? `stands at ${stuck[1]}, which needs ${stuck[2]}` : at[0] === rank ? error.message : "";
     row.lastChild.textContent = at.includes(rank) && text ? text + (at[0] === rank && error.hint ? ` (${error.hint})` : "") : "";
@@ -404,13 +409,14 @@ function showCircle(circle) {
   $("circle").firstChild.setAttribute("aria-label", `deadlock: ${circle.map(([rank, at, needs]) => `rank ${rank} at ${at} needs ${needs}`).join("; ")}`);
 }
 
-function carry({ picture }) {
+function carry({ picture, block }) {
   const edited = state.entries[state.edited], one = drawn.find((each) => each.picture === picture);
-  return edited && one && edited.name === one.name && edited.rows === one.entry.rows && !one.stale;
+  return !picture.blocks.lane[block] && edited && one && edited.name === one.name && edited.rows === one.entry.rows && !one.stale;
 }
 
 // Puts a block in front of the first one whose middle is behind the place where it was let go.
 function drop({ picture, block: i, rank: from }, to) {
+  readRows();
   const action = picture.blocks.action[i], rank = to.picture === picture ? to.rank : from;
   const lines = state.entries[state.edited].rows.split("\n").map((line) => line.split(" "));
   lines[from] = lines[from].flatMap((word) => word.split("&").filter((one) => one !== action).join("&") || []);
@@ -437,12 +443,13 @@ async function saveDrawing(form) {
 }
 
 async function save(form, n) {
+  readRows();
   try {
     const { file, text, json } = await ask("save", asked({ entry: state.entries[n] }, { form }));
-    say();
+    say("saving");
     download(file, text ?? JSON.stringify(json), "text/plain");
   } catch (error) {
-    say(error.message);
+    say("saving", error.message);
   }
 }
 
@@ -469,7 +476,7 @@ $("path").addEventListener("change", (event) => {
   if (!state.path) $("answer").hidden = true;
   showSetting();
   view.changed();
-  explain(changes).catch((error) => say(error.message));
+  explain(changes).catch((error) => say("schedules", error.message));
 });
 $("times").addEventListener("change", (event) => { state.options["--times"] = event.target.checked ? start.plan : ""; change(); });
 $("undo").addEventListener("click", () => travel(state.past, state.future));
