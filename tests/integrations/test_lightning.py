@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -90,6 +90,15 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Rows(NamedTuple):
+    x: torch.Tensor
+
+
+class ReadsField(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch.x,), batch_idx)
+
+
 class ByHand(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +143,9 @@ def fit(folder: Path, module: Any, count: int = 8, strategy: Any = None, **setti
         default_root_dir=folder,
         **settings,
     )
-    loader = torch.utils.data.DataLoader(rows, 4)
+    named = isinstance(module, ReadsField)
+    collate = (lambda rows: Rows(torch.stack([x for (x,) in rows]))) if named else None
+    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=collate)
     validated = isinstance(module, LogsSum)
     trainer.fit(module, loader, loader if validated else None)
 
@@ -167,11 +178,14 @@ def test_settings_of_the_trainer_are_refused() -> None:
         PipelineStrategy(clip_norm=1.0)
 
 
-def test_the_last_batch_may_have_fewer_rows_than_a_step_has_micro_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Module, ReadsField])
+def test_the_last_batch_may_have_fewer_rows_than_a_step_has_micro_batches(
+    tmp_path: Path, kind: type[Module]
+) -> None:
     weights = []
     for strategy in ("auto", None):
         torch.manual_seed(0)
-        module = Module()
+        module = kind()
         fit(tmp_path, module, 5, strategy)
         weights.append(module.net.weight.detach())
     torch.testing.assert_close(*weights)

@@ -60,9 +60,14 @@ class AddsMeans(nn.Module):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("batches_in_the_last", [1, 2])
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batches_in_the_last: int) -> None:
-    from transformers import Trainer, TrainingArguments
+    """Also after an update that was broken off, whose batches are not those of the next one."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from pipeloom.integrations.transformers import PipelineTrainer
+
+    class BreaksOff(TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
 
     x = torch.randn(8 + 2 * batches_in_the_last, 4, generator=torch.Generator().manual_seed(0))
     rows = [{"x": row, "labels": number % 3} for number, row in enumerate(x)]
@@ -81,6 +86,10 @@ def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batc
             use_cpu=True,
         )
         trainer = kind(model=AddsMeans(), args=args, train_dataset=rows)
+        trainer.add_callback(BreaksOff)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.remove_callback(BreaksOff)
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     assert len(losses[0]) == 4

@@ -43,16 +43,23 @@ def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
 
 def load_optimizer_states(pipe: Pipeline, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Take those of this rank's parameters, or of the parts of them that it has."""
+    trained = {
+        param: (optimizer.state, group.get("fused") or group.get("capturable"))
+        for optimizer in pipe.weights.optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
     for name, param in pipe.weights.params.items():
         part = pipe.captured.graph.rows.get(name)
-        if not param.requires_grad or (whole := part.whole if part else name) not in states:
+        if param not in trained or (whole := part.whole if part else name) not in states:
             continue
-        state = pipe.weights.optimizers[0].state[param] = {}
+        state_of, counts_on_device = trained[param]
+        state = state_of[param] = {}
         for key, value in states[whole].items():
             if isinstance(value, Tensor):
                 if part is not None and value.ndim and len(value) == part.of:
                     value = value[part.start : part.stop]
-                value = value.to(param.device if value.ndim else "cpu", copy=True)
+                value = value.to(param.device if value.ndim or counts_on_device else "cpu", copy=True)
             state[key] = value
 
 
@@ -77,7 +84,8 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return {n: change(value) if isinstance(value, Tensor) else value for n, value in batch.items()}
-    return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
+    make = getattr(batch, "_make", type(batch))  # a NamedTuple's
+    return make([change(value) if isinstance(value, Tensor) else value for value in batch])
 
 
 @contextmanager

@@ -329,7 +329,7 @@ class _StepsAsForward:
     """Mixed in before the module's own class. Refuses to read what a captured step cannot know."""
 
     training: bool
-    batch_kind: type
+    batch_kind: Any
 
     def forward(self, *parts: Any, **named: Any) -> Any:
         if _LOGGED.get() is not None:
@@ -419,6 +419,7 @@ def _with_steps_as_forward(module: LightningModule, batch: Any) -> Any:
         copied = copy.deepcopy(module)
     own = type(module)
     kind = Tensor if isinstance(batch, Tensor) else list if isinstance(batch, list) else tuple
+    kind = getattr(batch, "_make", kind)  # a NamedTuple's
     copied.__class__ = type(own.__name__, (_StepsAsForward, own), {"batch_kind": kind})
     return copied
 

@@ -85,6 +85,7 @@ class PipelineTrainer(Trainer):
         """The pipeline, anew from the weights that `self.model` has; and a stand-in for its optimizer."""
         self._open_pipeline(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         assert self.pipe is not None
+        self._gathered = []  # an earlier train() may have stopped within an update
         groups = self.pipe.weights.optimizers[0].param_groups
         rates = [{"params": [nn.Parameter(torch.zeros(()))], "lr": group["lr"]} for group in groups]
         self.optimizer = stand_in = _LearningRates(rates)
@@ -164,7 +165,7 @@ class PipelineTrainer(Trainer):
         if args.bf16:
             settings["autocast"] = torch.bfloat16
         with random_kept():
-            taken = [dict(batch) for batch, _ in zip(batches, range(count), strict=False)]
+            taken = [dict(batch) for _, batch in zip(range(count), batches, strict=False)]
             counted = "labels" in taken[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func)
             self._adds_means = bool(count > 1 and counted and self._ignores_items(taken[0]))
             self.pipe = Pipeline(
