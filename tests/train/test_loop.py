@@ -57,6 +57,14 @@ def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> N
     assert (tmp_path / "a" / "checkpoint" / "latest").read_text() == "step-00000012\n"
 
 
+def test_each_batch_is_made_once(tiny: Config, plain: Callable, tmp_path: Path) -> None:
+    pipeline, workload = plain(tiny)
+    made: list[int] = []
+    counted = dataclasses.replace(workload, train=lambda index: made.append(index) or workload.train(index))
+    train(pipeline, tiny, counted, tmp_path, console=console())
+    assert made == list(range(12))
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Config, run: Callable, tmp_path: Path) -> None:
     run(tiny, "whole")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -19,7 +21,10 @@ from .progress import StepProgress, figures_of
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .replan import Replans
 from .run_directory import METRICS, Metrics, read_metrics
-from .workload import Workload, rate_share
+from .workload import Batch, Workload, rate_share, tokens_of
+
+Size: TypeAlias = tuple[int, float | None]
+"""Rows and tokens of a batch."""
 
 LONG_STEP_S = 6.0
 """Before a step that takes longer nothing runs that was not asked for: no rehearsals and no validation."""
@@ -115,6 +120,7 @@ def train(
         pipeline, first=first, end=config.steps, rehearsals=0 if at_once else config.rehearsals
     )
     losses: dict[str, list[tuple[int, float]]] = {}
+    sizes: deque[Size] = deque()  # of the batches in flight, on rank 0
     validation = middle_step_s = metrics = progress = None
     with ExitStack() as stack:
         if pipeline.rank == 0:
@@ -129,7 +135,8 @@ def train(
             end = _next_stop(step, config, rehearsals)
             better = False
             # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
-            reports = pipeline.steps(map(workload.train, range(step, end)))
+            batches = map(workload.train, range(step, end))
+            reports = pipeline.steps(batches if metrics is None else _noting(batches, workload, sizes))
             for done, report in enumerate(reports, start=step + 1):
                 if not math.isfinite(report.loss):
                     raise PipeloomError(f"the loss of step {done} is {report.loss}", hint=_remedy(done))
@@ -140,7 +147,7 @@ def train(
                     rehearsals.after(done - 1)
                     validation = validate(pipeline, config, workload) if validates else validation
                 if metrics is not None and progress is not None:
-                    figures = figures_of(done, report, config, workload, workload.train(done - 1))
+                    figures = figures_of(done, report, config, workload, *sizes.popleft())
                     figures["rehearsed_step_s"] = rehearsed_s if done == step + 1 else None
                     metrics.write(figures | {"validation_loss": validation if validates else None})
                     progress.show(figures | {"validation_loss": validation})
@@ -171,6 +178,12 @@ def train(
         timeline=rehearsals.measured,
         middle_step_s=middle_step_s,
     )
+
+
+def _noting(batches: Iterable[Batch], workload: Workload, sizes: deque[Size]) -> Iterator[Batch]:
+    for batch in batches:
+        sizes.append((len(next(iter(batch.values()))), tokens_of(workload.job, batch)))
+        yield batch
 
 
 def _remedy(step: int) -> str:

@@ -12,23 +12,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..ir.text import format_bytes, show_share
 from ..step_reports import StepReport
 from .config import Config
-from .workload import Batch, Workload, rate_share, tokens_of
+from .workload import Workload, rate_share
 
 LINE_EVERY = 10
 """Steps from one plain line to the next."""
 
 
 def figures_of(
-    step: int, report: StepReport, config: Config, workload: Workload, batch: Batch
+    step: int, report: StepReport, config: Config, workload: Workload, rows: int, tokens: float | None
 ) -> dict[str, Any]:
     """What is known of a step; None where it is not. A new figure goes here, and into `step_text`."""
-    rate, tokens = workload.rate, tokens_of(workload.job, batch)
+    rate = workload.rate
     return {
         "step": step,
         "loss": report.loss,
         "learning_rate": None if rate is None else rate * rate_share(config, step - 1),
         "step_s": report.step_s,
-        "rows_per_s": len(next(iter(batch.values()))) / report.step_s,
+        "rows_per_s": rows / report.step_s,
         "tokens_per_s": None if tokens is None else tokens / report.step_s,
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),
@@ -66,15 +66,15 @@ def step_text(figures: Mapping[str, Any]) -> str:
     """
     >>> speed = {"rows_per_s": 101.5, "tokens_per_s": 13e3, "bubble": 0.111, "mfu": 0.41}
     >>> step_text({"loss": 2.5, "validation_loss": None, "peak_bytes": (3 << 20, 2 << 20), **speed})
-    'loss 2.500  13,000 tokens/s  MFU 41.0 %  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB'
+    'loss 2.5  13,000 tokens/s  MFU 41.0 %  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB'
     """
     validation = figures["validation_loss"]
-    shown = "" if validation is None else f"  validation {validation:.3f}"
+    shown = "" if validation is None else f"  validation {validation:.4g}"
     speed = throughput(figures["rows_per_s"], figures["tokens_per_s"])
     memory = " | ".join(map(format_bytes, figures["peak_bytes"]))
     bubble = show_share(figures["bubble"])
     mfu = "" if figures["mfu"] is None else f"  MFU {show_share(figures['mfu'])}"
-    return f"loss {figures['loss']:.3f}{shown}  {speed}{mfu}  bubble {bubble}  memory {memory}"
+    return f"loss {figures['loss']:.4g}{shown}  {speed}{mfu}  bubble {bubble}  memory {memory}"
 
 
 def throughput(rows_per_s: float, tokens_per_s: float | None) -> str:
