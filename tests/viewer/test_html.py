@@ -59,7 +59,7 @@ def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, page_of:
     assert ["0", "0", "12", "1.25 M", "1000.00", "1250.00", "-20.0 %"] == cells(page)[-11:-4]
     assert ["0", "0", "predicted", "10.0", "20.0", "30.0", "", "40.0"] == cells(page)[:8]
     assert "<dt>model.width</dt><dd>256</dd>" in page
-    assert "from 5.500 at step 0" in page and "validation" not in page
+    assert "from 5.5 at step 0" in page and "validation" not in page
     names = [action for one in figure_in(page, "timelines") for action in one["blocks"]["action"]]
     assert sorted(names) == sorted(e.action for t in (two_ranks, measured) for e in t.events)
 

@@ -127,7 +127,7 @@ class RunReport:
         for name, points in self.outcome.losses.items():
             if points:
                 (first, before), (last, after) = points[0], points[-1]
-                line = f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}"
+                line = f"{name} loss: {before:.4g} at step {first}, {after:.4g} at step {last}"
                 console.print(line)
         console.print(f"report: {self.out / 'report.html'}", soft_wrap=True)
 
