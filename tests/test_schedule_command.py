@@ -92,7 +92,9 @@ def test_show_writes_a_page_and_a_trace(tmp_path: Path) -> None:
     assert (found["ranks"], found["stages"], found["microbatches"]) == (4, 4, 8)
     assert found["rows"][3].startswith("3F0 3I0 3F1")
     assert sum(r["bubble"] for r in found["by_rank"]) / 4 == pytest.approx(found["bubble"])
-    assert "show the critical path" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    assert "show the critical path" in page.read_text()
+    assert f"<span>{found['step_s']:g}</span>" in page.read_text()  # in no unit: times are the user's
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None:

@@ -91,6 +91,7 @@ def schedule_page(simulated: SimulatedSchedule) -> str:
         predicted=simulated.timeline,
         explanations=[explain(simulated)],
         size_unit=None if simulated.peaks_bytes else MICROBATCHES,
+        seconds=bool(simulated.peaks_bytes),  # known from the same file
     )
 
 

@@ -179,6 +179,10 @@ def show_time(seconds: float) -> str:
     return f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
 
 
+def show_plain(value: float) -> str:
+    return f"{value:.6g}"
+
+
 def show_count(count: float) -> str:
     """
     >>> show_count(70_553_706_496), show_count(999_999), show_count(12_345), show_count(12)

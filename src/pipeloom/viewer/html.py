@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..ir.explanation import Explanation
-from ..ir.text import SizeUnit, dotted, show_share, write_whole
+from ..ir.text import SizeUnit, dotted, show_plain, show_share, show_time, write_whole
 from ..ir.timeline import Timeline
 from .labels import chunks
 from .picture import legend, memory_panels, pictures
@@ -72,6 +72,7 @@ def report_page(
     size_unit: SizeUnit | None = None,
     note: str = "",
     forecast: Comparison | None = None,
+    seconds: bool = True,
 ) -> str:
     """The page as text. What is not given is left out of the page.
 
@@ -79,15 +80,16 @@ def report_page(
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
     note: a sentence on how the two were compared.  forecast: the first card.
+    seconds: whether times are in seconds, else in a unit that is not known.
     """
     both = predicted, measured
     timelines = [t for t in both if t is not None]
     drawn = [t for t in timelines if t.events]
     losses = {name: points for name, points in (losses or {}).items() if points}
-    panels = pictures(drawn, explanations)
+    panels = pictures(drawn, explanations, seconds=seconds)
     figures: dict[str, Any] = {
         "timelines": panels,
-        "memory": memory_panels(timelines, caps, size_unit),
+        "memory": memory_panels(timelines, caps, size_unit, per_second=None if seconds else 1.0),
         "loss": [{"name": name, "points": points} for name, points in losses.items()],
     }
     peaks = peak_figures(both, size_unit).values()
@@ -99,7 +101,11 @@ def report_page(
         show=show_share,
         good_error=None,
     )
-    cards = [*step_figures(both), *([bubble] if shares else []), *worst_peak(peaks)]
+    cards = [
+        *step_figures(both, show_time if seconds else show_plain),
+        *([bubble] if shares else []),
+        *worst_peak(peaks),
+    ]
     page: str = (
         environment()
         .get_template("report.html")

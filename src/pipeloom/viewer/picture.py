@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..ir.explanation import Explanation
-from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
+from ..ir.text import SizeUnit, byte_unit, show_plain, show_share, show_time, time_unit
 from ..ir.timeline import MemoryCurve, Timeline
 from .labels import STREAMS, chunks as chunks_of, colour, group_name, label
 from .reasons import sentence
@@ -117,14 +117,17 @@ def reasons(explanation: Explanation, span_s: float) -> Picture:
     return {"idle": idle, "path": list(dict.fromkeys(points))}
 
 
-def pictures(timelines: Sequence[Timeline], explanations: Sequence[Explanation] = ()) -> list[Picture]:
-    """One picture per timeline, with the same unit of time."""
-    scale = time_unit(max((t.end_s for t in timelines), default=0.0))
+def pictures(
+    timelines: Sequence[Timeline], explanations: Sequence[Explanation] = (), *, seconds: bool = True
+) -> list[Picture]:
+    """One picture per timeline, with the same unit of time; none if times are not in seconds."""
+    scale = time_unit(max((t.end_s for t in timelines), default=0.0)) if seconds else ("", 1.0)
+    show = show_time if seconds else show_plain
     by_source = {e.source: e for e in explanations}
     return [
         picture(
             timeline,
-            f"{source_name(timeline, timelines)}  {show_time(timeline.step_s)}, "
+            f"{source_name(timeline, timelines)}  {show(timeline.step_s)}, "
             f"bubble {show_share(timeline.bubble)}",
             explanation=by_source.get(timeline.source),
             chunks=chunks_of(timeline),
