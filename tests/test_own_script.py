@@ -348,10 +348,8 @@ def test_alone_it_plans_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "compare": False}, "Plateau"),
         ({"scheduler": lambda optimizer: None, "compare": False}, "scheduler"),
         ({"clip_norm": 0.0}, "clip_norm"),
-        ({"accumulate": 0}, "accumulate"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s"),
-        ({"accumulate": 4, "microbatches": 4}, "8 rows"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from .ir.errors import InfeasibleError
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.text import format_bytes
-from .ir.timeline import Event, Timeline
+from .ir.timeline import Timeline
 from .ir.weight_policies import names_for_owners
 from .runtime.calibrate import busy_link, stage_memory, time_clipping, time_optimizer, time_sums
 from .runtime.channel import Channel
@@ -49,7 +48,7 @@ computes for several steps before its first."""
 class Forecast:
     """One rank's part in predicting a step; all ranks call the same method.
 
-    sample: one micro-batch.  rounds: of the schedule per step.  clips: gradients, by their global norm.
+    sample: one micro-batch.  clips: gradients, by their global norm.
     tier: where residuals go that the plan offloads.
     """
 
@@ -58,7 +57,6 @@ class Forecast:
     variant: Variant
     sample: Mapping[str, Tensor]
     weights: Weights
-    rounds: int
     clips: bool
     channel: Channel
     clock: Clock
@@ -67,7 +65,7 @@ class Forecast:
 
     def untimed(self) -> Timeline:
         cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
-        timeline = self._round(self.program, self._of_all_ranks(self.memory()), cluster)
+        timeline = self._simulated(self._of_all_ranks(self.memory()), cluster)
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
             if (need := sum(peak.values())) > cap:
                 raise InfeasibleError(
@@ -93,47 +91,34 @@ class Forecast:
                 offload_s=stage.offload_s,
                 reload_s=stage.reload_s,
             )
-        return self._step(costs, self.cluster(cpu_cluster(self.channel.ranks).within_node))
+        return self._simulated(costs, self.cluster(cpu_cluster(self.channel.ranks).within_node))
 
     def timed(self, costs: Mapping[int, StageCost], walk: ActionTimes, cluster: Cluster) -> Timeline:
         """Costs of this rank's stages, and the times that its actions took."""
         walks = self.channel.all_gather_object(walk)
         action_s = {action: seconds for walk in walks for action, seconds in walk.items()}
-        return self._step(self._of_all_ranks(costs), cluster, action_s)
+        return self._simulated(self._of_all_ranks(costs), cluster, action_s)
 
     def _of_all_ranks(self, costs: Mapping[int, StageCost]) -> dict[int, StageCost]:
         gathered = self.channel.all_gather_object(costs)
         return {index: cost for rank_costs in gathered for index, cost in rank_costs.items()}
 
-    def _step(
+    def _simulated(
         self, costs: Mapping[int, StageCost], cluster: Cluster, action_s: ActionTimes | None = None
     ) -> Timeline:
-        """Simulate all rounds. Each rank starts the next one when it ends one; the last one updates."""
-        events: list[Event] = []
-        begin_s = [0.0] * self.channel.ranks
-        for left in range(self.rounds - 1, -1, -1):
-            program = self.program
-            if left:  # other rounds follow, the last of which updates
-                rows = (tuple(i for i in row if not i.is_stage_wide) for row in program.rows)
-                program = replace(program, rows=tuple(rows))
-            step = self._round(program, costs, cluster, action_s=action_s, begin_s=begin_s)
-            if self.rounds == 1:
-                return step
-            events += step.events
-            for event in step.events:
-                begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
-        return replace(step, events=tuple(events))
-
-    def _round(
-        self, program: Program, costs: Mapping[int, StageCost], cluster: Cluster, **begun: Any
-    ) -> Timeline:
-        stages, ordered = self.variant.stages, tuple(costs[index] for index in sorted(costs))
-        small = SMALL_BYTES if self.device.type == "cpu" else 0
-        return simulate(program, stages, ordered, cluster, caps=self.plan.caps, small_bytes=small, **begun)
+        return simulate(
+            self.program,
+            self.variant.stages,
+            tuple(costs[index] for index in sorted(costs)),
+            cluster,
+            action_s=action_s,
+            caps=self.plan.caps,
+            small_bytes=SMALL_BYTES if self.device.type == "cpu" else 0,
+        )
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
-        alive = self.rounds if self.plan.steady is None else self.plan.steady.window
+        alive = 1 if self.plan.steady is None else self.plan.steady.window
         read = {name for functions in self.variant.functions.values() for name in functions.batch}
         whole = self.device.type == "cpu"  # others get what their rank's stages read
         sample_bytes = sum(t.nbytes for name, t in self.sample.items() if whole or name in read)

@@ -46,7 +46,7 @@ from .pipeline_request import (
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .run_options import Options, mixed_precision
-from .runnable import refuse_rounds, refuse_torn_updates, require_runnable_plan, require_training
+from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_batch, read_loss
@@ -285,7 +285,6 @@ class Pipeline:
             plan=plan,
             rank=self.rank,
             device=self.device,
-            rounds=options.accumulate,
             seed=options.seed,
             training=self.training,
             tensors=self._form.tensors if self._first is None else dict,
@@ -301,7 +300,6 @@ class Pipeline:
         stages = plan.replicated(self.stages)
         kind: Callable[..., Run] = FlushedRun
         if plan.steady is not None and plan.updates is not None:
-            refuse_rounds(plan, options.accumulate)
             rows = SteadyRows(
                 step=plan.steady,
                 stages=stages,
@@ -334,7 +332,6 @@ class Pipeline:
             variant=self.training.planned,
             sample={n: t.to(self.device) for n, t in batch.items()},
             weights=self.weights,
-            rounds=self.options.accumulate,
             clips=self.options.clip_norm is not None,
             channel=self.channel,
             clock=self.recorder.clock,
@@ -408,7 +405,7 @@ class Pipeline:
     def evaluate(self, batch: Batch | None = None) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
 
-        batch: as `step` takes it; `Options.accumulate` does not count.
+        batch: as `step` takes it.
         Returns: the loss, averaged over the batch.
         Raises: BatchError as `step` does; CaptureError or CutError if the model cannot be captured or cut in
             evaluation mode; MemoryCapError, CommunicationError and PeerError as `step` does.
@@ -445,7 +442,7 @@ class Pipeline:
             self.ledger.set("batch", size)
         with self._run.call("an evaluation"):
             losses = self.worker.run(part, program=variants.evaluation_program, training=False)
-            total = torch.tensor(read_loss([(losses, part)], self.device), dtype=torch.float64)
+            total = torch.tensor(read_loss(losses, part, self.device), dtype=torch.float64)
             self.channel.all_reduce(total)
         return float(total)
 

@@ -30,7 +30,7 @@ _log = logging.getLogger("pipeloom")
 
 OF_PLAN = {one.name for one in fields(PlanSettings)}
 OF_RUN = {one.name for one in fields(Options)}
-CHANGE_NUMBERS = ("seed", "clip_norm", "autocast", "master_weights", "accumulate")
+CHANGE_NUMBERS = ("seed", "clip_norm", "autocast", "master_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,6 @@ class PipelineRequest:
             )
         if rows is None or "global_batch" in given:
             return PlanSettings(**given)
-        rounds, given_rows = self.options.accumulate, rows
-        rows //= rounds
         count, size = given.get("microbatches"), given.get("microbatch_size")
         if count is None:
             # Replicas share them evenly.
@@ -80,10 +78,9 @@ class PipelineRequest:
             each = -(-rows // (size * replicas)) if size else most // replicas
             count = max(1, each) * replicas
         if rows < count:
-            times = f", {rounds} times," if rounds > 1 else ""
             raise ConfigError(
-                f"{count} micro-batches are asked for{times} and the example has {given_rows} rows",
-                hint="give larger batches, or ask for fewer micro-batches" + (" or rounds" if times else ""),
+                f"{count} micro-batches are asked for and the example has {rows} rows",
+                hint="give larger batches, or ask for fewer micro-batches",
             )
         given |= {"microbatches": count, "microbatch_size": size or -(-rows // count)}
         return PlanSettings(**given)

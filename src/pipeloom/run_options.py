@@ -52,7 +52,6 @@ class Options:
     master_weights: keep parameters of lower precision in float32 as well: their gradients are summed, and the
     optimizer steps them, in float32. Needs weights that are updated with a flush.
     tf32: whether GPUs may multiply float32 matrices in TF32; None leaves PyTorch's setting as it is.
-    accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
     keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
     offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
@@ -62,7 +61,7 @@ class Options:
 
     Raises: ConfigError for an `autocast` that cannot be trained with, or a number that cannot be.
 
-    >>> options = Options(device="cpu", clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
+    >>> options = Options(device="cpu", clip_norm=1.0, autocast=torch.bfloat16)
     >>> options.device, options.timeout_s
     ('cpu', 300.0)
     """
@@ -75,7 +74,6 @@ class Options:
     compile: bool = False
     master_weights: bool = False
     tf32: bool | None = None
-    accumulate: int = 1
     timeout_s: float = 300.0
     keep_gradients: bool = False
     offload_dir: Path | str | None = None
@@ -87,8 +85,6 @@ class Options:
         refuse_types(self, Options)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", hint="use more than 0, or None not to clip")
-        if self.accumulate < 1:
-            raise ConfigError(f"accumulate is {self.accumulate}", hint="use 1 round or more")
         if not 0 < self.timeout_s <= LONGEST_WAIT_S:
             raise ConfigError(
                 f"timeout_s is {self.timeout_s}",

@@ -95,16 +95,6 @@ def refuse_without_delay(asked: PlanSettings | Plan, policy: str) -> None:
         )
 
 
-def refuse_rounds(plan: Plan, rounds: int) -> None:
-    """Raises: ConfigError for several rounds per update of a plan that updates after each."""
-    if rounds > 1 and plan.updates is not None:
-        raise ConfigError(
-            f"gradients of {rounds} rounds are to be accumulated, but with weights {plan.weights} every "
-            "round is followed by an update",
-            hint="use more micro-batches per step instead, or --weights flush",
-        )
-
-
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
     """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
     would micro-batches in another order. A parameter that the forward changes may have one copy only."""

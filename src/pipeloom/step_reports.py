@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,9 +15,10 @@ from .ir.action import Action, B, F, I, W, parse_action
 from .ir.errors import ScheduleError
 from .ir.steady import SteadyStep
 from .ir.timeline import Event, MemoryCurve, Timeline
-from .runtime.batches import Round, read_loss
+from .runtime.batches import read_loss
 from .runtime.channel import Channel
 from .runtime.ledger import Ledger
+from .runtime.rank import Microbatch
 from .runtime.recorder import RecordedStep, Recorder
 
 STEPS = 3
@@ -153,7 +154,13 @@ class StepRecord:
     peak_flops_per_s: float | None = None
 
     def report(
-        self, rounds: Sequence[Round], *, start_s: float, agreeing_s: float, grad_norm: Tensor | None
+        self,
+        losses: Mapping[int, Tensor],
+        microbatches: Sequence[Microbatch],
+        *,
+        start_s: float,
+        agreeing_s: float,
+        grad_norm: Tensor | None,
     ) -> StepReport:
         """The figures of the last step, of all ranks. The one place of a step where the host waits for the
         device.
@@ -161,11 +168,12 @@ class StepRecord:
         start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how long the ranks agreed on
         the batch before it.
         """
-        loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
+        norms = [] if grad_norm is None else [grad_norm]
+        loss, *norm = read_loss(losses, microbatches, self.device, *norms)
         wall_s, step = time.perf_counter() - start_s, self.recorder.last
         figures = self.of_all_ranks(self.figures(step, wall_s, self.ledger.peak, agreeing_s), loss)
         self.channel.all_reduce(figures)
-        flops = sum(part.variant.flops for _, microbatches in rounds for part in microbatches)
+        flops = sum(part.variant.flops for part in microbatches)
         return self.report_of(figures, norm[0] if norm else None, flops)
 
     def figures(self, step: RecordedStep, wall_s: float, peak_bytes: int, agreeing_s: float = 0.0) -> Tensor:

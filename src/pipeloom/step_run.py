@@ -33,14 +33,13 @@ def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None, checksum: 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
-    """tensors: what a batch of the user's is made of.  everywhere: each rank gives batches.  rounds: of the
-    schedule per training step.  seed: of random ops."""
+    """tensors: what a batch of the user's is made of.  everywhere: each rank gives batches.  seed: of random
+    ops."""
 
     job: Job
     plan: Plan
     rank: int
     device: torch.device
-    rounds: int
     seed: int
     training: StageVariants
     tensors: Callable[[Any], dict[str, Tensor]]
@@ -68,7 +67,7 @@ class StepBatches:
         refusal: BatchError | None = None
         try:
             whole = self.tensors(batch)
-            parts = split_batch(whole, self.plan.microbatches * (self.rounds if variants is None else 1))
+            parts = split_batch(whole, self.plan.microbatches)
             shares = loss_shares(parts, self.job.weight)
         except BatchError as error:
             refusal = error
@@ -81,7 +80,7 @@ class StepBatches:
         microbatches = []
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             variant = variants.variant(part)
-            here = index % self.plan.microbatches // each in replicas
+            here = index // each in replicas
             read = {name for functions in variant.functions.values() for name in functions.batch}
             microbatches.append(
                 Microbatch(
@@ -215,12 +214,12 @@ class FlushedRun(Run):
             self.record.ledger.set("batch", size)
         with self.call(what):
             self.record.recorder.next_step()
-            count = self.batches.plan.microbatches
-            rounds = [microbatches[at : at + count] for at in range(0, len(microbatches), count)]
-            losses = [(self.worker.run(part, update=part is rounds[-1]), part) for part in rounds]
+            losses = self.worker.run(microbatches)
             norm = self.worker.reduce_and_step.grad_norm
             self.reports.append(
-                self.record.report(losses, start_s=start, agreeing_s=self._agreeing_s, grad_norm=norm)
+                self.record.report(
+                    losses, microbatches, start_s=start, agreeing_s=self._agreeing_s, grad_norm=norm
+                )
             )
 
     def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None, checksum: int) -> None:

@@ -76,8 +76,7 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
                 assert predicted.source == "predicted" and predicted.step_s > 0
                 updates = [event.duration_s for event in predicted.events if "STEP" in event.action]
                 assert sum(updates) > 0, "also where the optimizer has made its state"
-            rows = plan.microbatches * plan.microbatch_size * options.get("accumulate", 1)
-            losses.append(pipeline.step(job.batch(number, rows)))
+            losses.append(pipeline.step(job.batch(number, plan.microbatches * plan.microbatch_size)))
             if rehearses:
                 pipeline.rehearse()
         optimizer = pipeline.weights.optimizer
@@ -124,24 +123,7 @@ def test_buffers_and_random_numbers_are_the_same_with_rehearsals(split: bool) ->
     job = replace(nets.job("convnet"), optimizer=adam)
     require_same(job, runs.even_plan(job, 2, microbatches=2, split=split))
     dropout = replace(nets.with_dropout("gpt2"), optimizer=adam)
-    require_same(dropout, runs.even_plan(dropout, 2, microbatches=2, split=split), accumulate=2)
-
-
-def test_a_step_of_several_rounds_is_predicted_whole() -> None:
-    """Each round has all actions; only the last one updates."""
-    job = nets.job("gpt")
-    plan = runs.even_plan(job, 2, microbatches=2)
-
-    def rank(pipeline: Pipeline) -> list[list[str]]:
-        predicted = pipeline.predict()
-        pipeline.step(job.batch(0, 12))
-        return [
-            sorted(e.action for e in timeline.events if e.stream == "compute" and e.rank == pipeline.rank)
-            for timeline in (predicted, pipeline.measured())
-        ]
-
-    for predicted, measured in runs.each_rank(job, plan, rank, accumulate=3):
-        assert predicted == measured and len(predicted) == 3 * 4 + 1
+    require_same(dropout, runs.even_plan(dropout, 2, microbatches=2, split=split))
 
 
 def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> None:

@@ -80,36 +80,32 @@ def test_the_next_step_starts_from_nothing(breaks: Any, tmp_path: Path) -> None:
         assert pipeline.ledger.host_peak <= 2 * plan.microbatches * each
 
 
-def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -> tuple[Any, ...]:
+def trained(broken: Callable[[Pipeline], None] | None) -> tuple[Any, ...]:
     """What two steps leave on one rank, with or without a broken one between them. BatchNorm has buffers."""
     job = nets.job("convnet")
     plan = runs.even_plan(job, 1, microbatches=3, schedule="gpipe")
-    options = Options(keep_gradients=True, accumulate=accumulate)
-    with Pipeline(job, plan, options=options) as pipeline:
-        losses = [pipeline.step(job.batch(0, 6 * accumulate))]
+    with Pipeline(job, plan, options=Options(keep_gradients=True)) as pipeline:
+        losses = [pipeline.step(job.batch(0, 6))]
         levels = dict(pipeline.ledger.levels)
         if broken is not None:
             broken(pipeline)
-        losses.append(pipeline.step(job.batch(2, 6 * accumulate)))
+        losses.append(pipeline.step(job.batch(2, 6)))
         assert pipeline.ledger.levels == levels
         return losses, dict(pipeline.weights.newest_state), pipeline.weights.last_gradients
 
 
-def assert_leaves_nothing(broken: Callable[[Pipeline], None], accumulate: int = 1) -> None:
-    found, expected = (trained(each, accumulate=accumulate) for each in (broken, None))
+def assert_leaves_nothing(broken: Callable[[Pipeline], None]) -> None:
+    found, expected = trained(broken), trained(None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "accumulate"),
-    [pytest.param(F, 2, 1, marks=pytest.mark.slow), (B, 4, 2), (STEP, 0, 1)],
-)
-def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
+@pytest.mark.parametrize(("kind", "at"), [pytest.param(F, 2, marks=pytest.mark.slow), (B, 1), (STEP, 0)])
+def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int) -> None:
     def broken(pipeline: Pipeline) -> None:
         with interrupted(pipeline, kind, at):
-            pipeline.step(pipeline.job.batch(1, 6 * accumulate))
+            pipeline.step(pipeline.job.batch(1, 6))
 
-    assert_leaves_nothing(broken, accumulate)
+    assert_leaves_nothing(broken)
 
 
 def test_an_error_that_the_user_catches_and_a_rehearsal_leave_nothing_either() -> None:

@@ -44,9 +44,7 @@ def odd_timeline() -> Timeline:
     devices = tuple(Device(name="d", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))
     link = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
     where = Cluster(devices=devices, within_node=link, node_link=link, switches={"s0": link, "s1": link})
-    return simulate(
-        treated(lower(made, stages), Random(3)), stages, costs, where, begin_s=(0.0, 3.0, 0.0, 1.0)
-    )
+    return simulate(treated(lower(made, stages), Random(3)), stages, costs, where)
 
 
 @pytest.mark.slow

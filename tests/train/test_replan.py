@@ -38,7 +38,7 @@ def again():  # type: ignore[no-untyped-def]
         model = captured_model(WIDE, 64, request.cluster, captured=captured)
         graph = with_planned_state(captured.graph, plan)
         planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
-        of_a_step = [busy_s / planned.steps * settings.accumulate for busy_s in planned.totals.busy_s]
+        of_a_step = [busy_s / planned.steps for busy_s in planned.totals.busy_s]
         busy_s = [at * each for at, each in zip(pace, of_a_step, strict=True)]
         how = {"busy_s": busy_s, "step_s": planned.step_s, "steps_left": steps_left, "cost_s": cost_s}
         return plan, plan_again(Config(pipeline=settings), WIDE, plan, captured, known=known, **how)
@@ -62,9 +62,8 @@ def test_the_plan_stays_where_another_does_not_pay(again) -> None:  # type: igno
     assert found.plan is None and found.gain_s < found.cost_s
 
 
-@pytest.mark.parametrize("other", [{"weights": "2bw"}, {"accumulate": 3}], ids=str)
-def test_the_pace_is_that_of_one_step(again, other: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
-    _, found = again(3.0, 6.0, 3.0, 3.0, settings=replace(SETTINGS, **other))
+def test_without_a_flush_the_pace_is_that_of_one_step(again) -> None:  # type: ignore[no-untyped-def]
+    _, found = again(3.0, 6.0, 3.0, 3.0, settings=replace(SETTINGS, weights="2bw"))
     assert found.pace == pytest.approx((3, 6, 3, 3))
     assert again(*found.pace, known=found.pace)[1] is None  # nothing has changed since
 

@@ -142,13 +142,6 @@ def plan(tiny: Config) -> Plan:
     return one_stage(tiny, MODULE.workload_of(tiny), None)[0]
 
 
-def test_rounds_without_a_flush_are_refused_before_the_ranks_run(plan: Plan, tmp_path: Path) -> None:
-    replace(plan, weights="2bw").save(tmp_path / "plan.json")
-    follows = (f"pipeline.plan={tmp_path / 'plan.json'}", "pipeline.accumulate=2")
-    with pytest.raises(ConfigError, match="2 rounds"):
-        prepare_run(TrainRequest(overrides=follows), tmp_path / "run", RankProcesses())
-
-
 def test_a_plan_decides_whether_its_stages_are_compiled(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     """Its times and its memory are those of one or the other."""
     compiled = replace(plan, notes={"compiled": "forwards 0.50 times as long as eager"})
@@ -185,7 +178,7 @@ def test_a_cap_beside_a_plan_file_is_the_lower_one(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("setting", "planned_anew"),
     [
-        *((f"pipeline.{each}", False) for each in ("offload_dir=x", "accumulate=2", "compile=true")),
+        *((f"pipeline.{each}", False) for each in ("offload_dir=x", "compile=true")),
         ("optimizer.learning_rate=0.5", False),
         ("model.layers=2", True),
         *(

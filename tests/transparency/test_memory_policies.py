@@ -40,11 +40,11 @@ def all_away(job: Job, stages: int, *, autocast: torch.dtype | None = None, **ho
 
 
 @pytest.mark.slow
-def test_autocast_and_accumulation() -> None:
+def test_autocast() -> None:
     job = nets.job("gpt")
     plan = all_away(job, 2, autocast=torch.bfloat16)
-    batches = [job.batch(1, 16)]
-    how = {"autocast": torch.bfloat16, "accumulate": 2, "clip_norm": 0.5}
+    batches = [job.batch(1, 8)]
+    how = {"autocast": torch.bfloat16, "clip_norm": 0.5}
     expected = pipelined(job, replace(plan, memory=MemoryPolicy()), batches, **how)
     assert_same_bits(pipelined(job, plan, batches, **how), expected)
 

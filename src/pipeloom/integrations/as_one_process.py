@@ -74,7 +74,7 @@ def repeated(batch: Any, rows: int, parts: int) -> Any:
 
 def with_enough_rows(batch: Any, rows: int, pipe: Pipeline) -> Any:
     """A batch to train on, over and over if it has fewer rows than a step has micro-batches."""
-    parts = pipe.plan.microbatches * pipe.options.accumulate
+    parts = pipe.plan.microbatches
     return batch if rows >= parts else repeated(batch, rows, parts)
 
 

@@ -128,19 +128,17 @@ def off_mean(whole: float, parts: Sequence[float], rows: Sequence[int], *, least
 
 SAME_BATCH = "give all ranks the same batch: seed what shuffles and draws, or Pipeline(data='first')"
 
-Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
-"""The losses of a round by micro-batch, none but on the loss stage's rank; and its micro-batches."""
 
+def read_loss(
+    losses: Mapping[int, Tensor], microbatches: Sequence[Microbatch], device: torch.device, *others: Tensor
+) -> list[float]:
+    """This rank's part of a step's loss, and other scalars, read as `read_scalars` does.
 
-def read_loss(rounds: Sequence[Round], device: torch.device, *others: Tensor) -> list[float]:
-    """This rank's part of a step's loss, and other scalars, read as `read_scalars` does."""
-    losses = [loss for losses, _ in rounds for loss in losses.values()]
-    numbers, total = iter(read_scalars([*losses, *others], device)()), 0.0
-    for losses_of_round, microbatches in rounds:
-        part = 0.0
-        for index in losses_of_round:
-            part += next(numbers) * microbatches[index].weight
-        total += part
+    losses: by micro-batch; none but on the loss stage's rank.
+    """
+    numbers, total = iter(read_scalars([*losses.values(), *others], device)()), 0.0
+    for index in losses:
+        total += next(numbers) * microbatches[index].weight
     return [total, *numbers]
 
 

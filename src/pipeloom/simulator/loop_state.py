@@ -216,13 +216,13 @@ STREAMS, FIRST_COPIES = 5, 3
 NOT_YET = -1.0
 
 
-def new_state(layout: ProgramLayout, begin_s: Floats, *, starts: bool = True) -> SimulatorState:
+def new_state(layout: ProgramLayout, ranks: int, *, starts: bool = True) -> SimulatorState:
     """Everything before the first event.
 
-    begin_s: when each rank starts.  starts: whether to note when entries start. Where nothing meets others or
-    runs beside computing, each starts when the one before it in its row ends, so that need not be stored.
+    starts: whether to note when entries start. Where nothing meets others or runs beside computing, each
+    starts when the one before it in its row ends, so that need not be stored.
     """
-    entries, ranks, channels = len(layout.kind), len(begin_s), len(layout.target)
+    entries, channels = len(layout.kind), len(layout.target)
     sums, meeting = len(layout.sum_arrivals), len(layout.first_meet)
     return SimulatorState(
         start=np.zeros(entries if starts else 0),
@@ -230,7 +230,7 @@ def new_state(layout: ProgramLayout, begin_s: Floats, *, starts: bool = True) ->
         transfer_start=np.zeros(len(layout.route)),
         transfer_end=np.zeros(len(layout.route)),
         position=layout.offsets[:-1].copy(),
-        clock=begin_s.astype(np.float64),
+        clock=np.zeros(ranks),
         step=np.zeros(ranks, np.int64),
         awaited=np.full(ranks, -1),
         sum_part=np.zeros(ranks, np.int64),

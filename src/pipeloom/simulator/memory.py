@@ -76,8 +76,6 @@ class MemoryChanges(NamedTuple):
     """(stages,)"""
     message_bytes: Longs
     """(routes,)"""
-    begin_s: Floats
-    """(ranks,): when each starts, in seconds."""
     first_in: Ints
     """(ranks + 1,): the channels to rank r are `channels_in[first_in[r] : first_in[r + 1]]`."""
     channels_in: Longs
@@ -139,7 +137,7 @@ def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
 def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
     p, s, changes = step.layout, step.state, step.changes
-    count, begin = 0, changes.begin_s[rank]
+    count, begin = 0, 0.0
     clock, number = begin, 0  # when the rank comes to an entry, and in which of its steps that is
     for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
         channel = changes.channels_in[at]
@@ -348,8 +346,6 @@ def memory_of(
     costs: Sequence[StageCost],
     layout: ProgramLayout,
     state: SimulatorState,
-    *,
-    begin_s: Floats,
 ) -> Memory:
     columns = program.columns
     flow = flow_of(stages)
@@ -372,7 +368,6 @@ def memory_of(
         drops=_forwards_that_drop(program),
         dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
         message_bytes=message_bytes(routes, stages),
-        begin_s=begin_s,
         first_in=starts_of([len(row) for row in into]),
         channels_in=_joined(into),
         first_out=starts_of([len(row) for row in out]),

@@ -31,7 +31,6 @@ def simulate(
     cluster: Cluster,
     *,
     receive_ahead: int = 2,
-    begin_s: Sequence[float] = (),
     action_s: Mapping[Action, float] | None = None,
     caps: Sequence[int] = (),
     small_bytes: int | None = None,
@@ -42,7 +41,6 @@ def simulate(
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer; of
         several steps those of the step that it has begun.
-    begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
     action_s: seconds of single actions of the program, instead of what their stage's costs say.
     caps: bytes that each rank keeps, if it can, by waiting for its messages, see `small_bytes`; or none.
     small_bytes: how long senders hold messages: those up to this size until the end of the step, and others
@@ -73,9 +71,8 @@ def simulate(
     """
     _refuse_mismatch(program, stages, costs, cluster)
     _refuse_caps(caps, program.columns.ranks)
-    begin = np.array(begin_s if len(begin_s) else [0.0] * program.columns.ranks, np.float64)
     layout = layout_of(program, stages, costs, cluster, receive_ahead=receive_ahead, action_s=action_s or {})
-    memory = _run(program, stages, costs, layout, begin)
+    memory = _run(program, stages, costs, layout)
     if small_bytes is not None:
         memory = with_held_sends(memory, small_bytes, caps)
     state = memory.state
@@ -90,7 +87,7 @@ def simulate(
         events=SimulatedEvents(
             program.columns,
             [KINDS[kind].stream for kind in program.columns.kinds],
-            (state.start, state.end, begin),
+            (state.start, state.end),
             layout.message,
             (state.transfer_start, state.transfer_end),
         ),
@@ -113,15 +110,13 @@ def _steady_s(program: Program, end: Floats) -> float:
     return float((ends[0] - ends[1]).max())
 
 
-def _run(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: ProgramLayout, begin: Floats
-) -> Memory:
-    state = new_state(layout, begin, starts=_needs_starts(program, layout))
+def _run(program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: ProgramLayout) -> Memory:
+    state = new_state(layout, program.columns.ranks, starts=_needs_starts(program, layout))
     (run_sharing if layout.shared.link_count else run)(layout, state)
     if not (state.position == layout.offsets[1:]).all():
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
-    return memory_of(program, stages, costs, layout, state, begin_s=begin)
+    return memory_of(program, stages, costs, layout, state)
 
 
 def time_actions(
@@ -145,7 +140,7 @@ def time_actions(
     layout = timed_layout(program, flow, action_s, np.array([message_s(a, b) for a, b in ends], np.float64))
     if len(uplinks):
         layout = layout._replace(shared=with_uplinks(layout.shared, program, uplinks, copy_link_s))
-    state = new_state(layout, np.zeros(program.columns.ranks))
+    state = new_state(layout, program.columns.ranks)
     (run_sharing if layout.shared.link_count else run)(layout, state)
     assert (state.position == layout.offsets[1:]).all(), "a program that cannot run"
     return state.start, state.end

@@ -36,8 +36,8 @@ class SimulatedEvents(Sequence[Event]):
     """Events of a program, by start.
 
     stream: by kind of the columns, the name of the stream it runs on.
-    times: seconds: start and end per entry, and when each rank begins. If there are no starts, each entry
-        starts when the one before it ends.
+    times: seconds: start and end per entry. If there are no starts, each entry starts when the one before it
+        ends.
     message: per entry of a transfer, else -1.  moves: start and end in seconds per message.
     """
 
@@ -45,12 +45,12 @@ class SimulatedEvents(Sequence[Event]):
         self,
         columns: Columns,
         stream: Sequence[str],
-        times: tuple[Floats, Floats, Floats],
+        times: tuple[Floats, Floats],
         message: Ints,
         moves: tuple[Floats, Floats],
     ) -> None:
         self._columns, self._stream, self._message = columns, tuple(stream), message
-        self._noted, self._end, self._begin = times
+        self._noted, self._end = times
         self._moves = moves
 
     @property
@@ -60,7 +60,7 @@ class SimulatedEvents(Sequence[Event]):
         start = np.roll(self._end, 1)
         first = self._columns.offsets[:-1]
         used = np.diff(self._columns.offsets) > 0
-        start[first[used]] = self._begin[used]
+        start[first[used]] = 0.0
         return start
 
     @cached_property
@@ -123,7 +123,7 @@ class SimulatedEvents(Sequence[Event]):
         sums = np.zeros((4, ranks))
         sums[_FIRST], sums[_LAST] = np.inf, -np.inf
         columns = self._columns
-        times = (self._noted, self._end, self._begin)
+        times = self._noted, self._end
         latest = _add_up(columns.kind, columns.offsets, stream, times, self._moves[1], sums)
         busy, wait, first, last = sums.tolist()
         return Totals(end_s=float(latest), busy_s=busy, wait_s=wait, first_s=first, last_s=last)
@@ -159,15 +159,15 @@ def _add_up(
     kind: Codes,
     offsets: Longs,
     stream: Ints,
-    times: tuple[Floats, Floats, Floats],
+    times: tuple[Floats, Floats],
     move_end: Floats,
     sums: Floats,
 ) -> float:
     """Fill the sums of each rank. Returns when the last event ends."""
-    noted, end, begin = times
+    noted, end = times
     latest = 0.0
     for rank in range(len(offsets) - 1):
-        start = begin[rank]
+        start = 0.0
         for entry in range(offsets[rank], offsets[rank + 1]):
             on = stream[kind[entry]]
             if len(noted):

@@ -100,7 +100,6 @@ class OptimizerConfig:
 class PipelineConfig(PlanSettings):
     """How the model is spread: the settings of a plan, and those of the ranks that run it."""
 
-    accumulate: int = setting(1, "Times that the micro-batches run before the weights change.", least=1)
     device: str = setting(
         "auto",
         "What ranks compute on: cpu, cuda, or auto, an accelerator of any type if PyTorch has one here, else "

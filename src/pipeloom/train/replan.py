@@ -157,10 +157,9 @@ def plan_again(
     )
     graph = with_planned_state(captured.graph, plan)
     planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
-    rounds = settings.accumulate / planned.steps  # of what is simulated, in a step of the run
     known = known or [1.0] * len(busy_s)
     pace = tuple(
-        busy / (rounds * planned_s) if planned_s and busy >= TELLING * max(busy_s) else before
+        busy / planned_s * planned.steps if planned_s and busy >= TELLING * max(busy_s) else before
         for busy, planned_s, before in zip(busy_s, planned.totals.busy_s, known, strict=True)
     )
     changes = [new / old for new, old in zip(pace, known, strict=True)]

@@ -30,7 +30,7 @@ from ..planner.planners import searches
 from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..run_options import Options
-from ..runnable import names_to_plan_by, refuse_rounds, require_runnable, require_training
+from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
 from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
@@ -129,7 +129,6 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     if plan is None:
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
-    refuse_rounds(plan, config.pipeline.accumulate)
     if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
         console.print(advice, soft_wrap=True)
     with console.status("capturing"):
@@ -165,7 +164,7 @@ def refuse_unused(overrides: tuple[Override, ...], config: Config, *, own_optimi
 
 def _planned_from(config: Config) -> tuple[object, ...]:
     """What planning reads. A resumed run may change all the rest and keep its plan."""
-    pipeline = replace(config.pipeline, accumulate=1, compile=False, offload_dir=None, timeout_s=300.0)
+    pipeline = replace(config.pipeline, compile=False, offload_dir=None, timeout_s=300.0)
     return pipeline, config.model, config.job
 
 
@@ -321,7 +320,6 @@ def _train_by(
         master_weights=config.pipeline.master_weights,
         tf32=config.pipeline.tf32,
         compile=config.pipeline.compile,
-        accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
         compare=config.compare and not resumes and Options().compare,

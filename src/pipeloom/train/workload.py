@@ -70,7 +70,7 @@ def gpt_workload(config: Config) -> Workload:
         bytes_BT = torch.from_numpy(text.windows(seed, rows, window)).long()
         return {"input_ids": bytes_BT[:, :-1].contiguous(), "labels": bytes_BT[:, 1:].contiguous()}
 
-    rows, seed, rounds = config.pipeline.rows, config.seed, config.pipeline.accumulate
+    rows, seed = config.pipeline.rows, config.seed
     return Workload(
         job=Job(
             name=config.name,
@@ -79,7 +79,7 @@ def gpt_workload(config: Config) -> Workload:
             weight=lambda batch: batch["labels"].numel(),
             optimizer=optimizer_of(config),
         ),
-        train=lambda step: batch(train, derive_seed(seed, "train", step), rows * rounds),
+        train=lambda step: batch(train, derive_seed(seed, "train", step), rows),
         validation=lambda index: batch(validation, derive_seed(0, "validation", index), rows),
         data=train.fingerprint,
         rate=config.optimizer.learning_rate,
@@ -88,7 +88,7 @@ def gpt_workload(config: Config) -> Workload:
 
 def job_workload(config: Config, job: Job) -> Workload:
     """The user's own job. Validation uses seeds of its own, so a generator gives data not trained on."""
-    rows, seed, rounds = config.pipeline.rows, config.seed, config.pipeline.accumulate
+    rows, seed = config.pipeline.rows, config.seed
     rate = config.optimizer.learning_rate if job.optimizer is None else None
     if job.optimizer is None:
         job = replace(job, optimizer=optimizer_of(config))
@@ -99,7 +99,7 @@ def job_workload(config: Config, job: Job) -> Workload:
         )
     return Workload(
         job=job,
-        train=lambda step: job.batch(derive_seed(seed, "train", step), rows * rounds),
+        train=lambda step: job.batch(derive_seed(seed, "train", step), rows),
         validation=lambda index: job.batch(derive_seed(0, "validation", index), rows),
         data=config.job or job.name,
         rate=rate,

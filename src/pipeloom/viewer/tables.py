@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -180,15 +180,13 @@ def stages_by_rank(stages: Sequence[StageRow], ranks: int = 0) -> Mapping[int, s
 def stage_seconds(timeline: Timeline) -> dict[tuple[int | None, str], float]:
     """(stage, "forward" or "backward") -> mean seconds of one micro-batch; backward is B, or I and W."""
     total: dict[tuple[int | None, str], float] = defaultdict(float)
-    ran: Counter[tuple[int, str]] = Counter()
     seen = defaultdict(set)
     for event in timeline.events:
         what = label(event.action)
         if event.stream == "compute" and what.group in PARTS:
             key = what.stage, PARTS[what.group]
             total[key] += event.duration_s
-            seen[key].add((what.microbatch, ran[event.rank, event.action]))
-            ran[event.rank, event.action] += 1  # in each round of a step that accumulates
+            seen[key].add(what.microbatch)
     return {key: seconds / len(seen[key]) for key, seconds in total.items()}
 
 

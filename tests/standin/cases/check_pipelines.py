@@ -83,15 +83,6 @@ def test_a_step_waits_once_and_leaves_nothing() -> None:
     assert torch.accelerator.memory_allocated() == before
 
 
-def test_rounds_that_are_accumulated_wait_together() -> None:
-    options = Options(device="standin", accumulate=3, clip_norm=0.1)
-    with Pipeline(JOB, plan_of("offload", "keep"), options=options) as pipeline:
-        for seed in range(2):
-            with standin.counted_syncs() as waits:
-                pipeline.step(JOB.batch(seed, 3 * MICROBATCHES * ROWS))
-    assert len(waits) == 1, waits
-
-
 def test_a_report_has_the_share_of_the_devices_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     with Pipeline(JOB, plan_of("offload", "keep"), options=Options(device="standin")) as pipeline:
         pipeline.step(batch(0))
