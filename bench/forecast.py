@@ -22,9 +22,6 @@ from typing import Any
 from machine import parser_of, print_stamp, print_table, run_python
 
 LIMIT = 0.05
-REHEARSALS = ("--set", "rehearsals=21")
-"""Of which the middle one counts."""
-
 WIDTHS = {"default": 128, "wide": 512}
 JOB = """from pipeloom.train.config import Config, ModelConfig
 from pipeloom.train.workload import job_of
@@ -48,7 +45,7 @@ def one_round(name: str, steps: int) -> dict[str, Any]:
         folder = Path(text)
         (folder / "sized.py").write_text(JOB.format(width=width))
         planned = pipeloom(folder, "plan", "sized.py:job", "--no-what-if")
-        settings = ("--set", f"model.width={width}", "--set", "validation_batches=1", *REHEARSALS)
+        settings = ("--set", f"model.width={width}", "--set", "validation_batches=1")
         trained = pipeloom(folder, "train", "--steps", str(steps), "--out", "run", *settings)
         timed = pipeloom(folder, "bench", "sized.py:job", "--steps", str(max(6, steps // 2)))
         middle_s = trained["middle_step_s"]
@@ -59,7 +56,6 @@ def one_round(name: str, steps: int) -> dict[str, Any]:
             "plan_error": planned["predicted_step_s"] / middle_s - 1,
             "ops_alone": planned["profiled_step_s"] / middle_s - 1,
             "train_error": trained["forecast_error"],
-            "rehearsal_error": trained["step_error"],
             "bench_error": timed["predicted_step_s"] / timed["step_s"] - 1,
             "middle_s": middle_s,
             "bench_step_s": timed["step_s"],
@@ -75,7 +71,7 @@ def main(runs: int, steps: int, names: list[str]) -> int:
             rounds.append(one_round(name, steps))
             print(json.dumps(rounds[-1]), flush=True)
     print_table(rounds, "Rounds")
-    keys = ("plan_error", "ops_alone", "train_error", "rehearsal_error", "bench_error")
+    keys = ("plan_error", "ops_alone", "train_error", "bench_error")
     middle = [
         {"job": name} | {key: statistics.median(r[key] for r in rounds if r["job"] == name) for key in keys}
         for name in names

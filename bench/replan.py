@@ -96,7 +96,7 @@ def train(steps: int, *, replan: int, slowed: bool, folder: Path) -> list[dict[s
     ]
     command += ["--ranks", str(RANKS), "--planner", "exact", "--schedule", "1f1b", "--microbatches", "8"]
     command += ["--microbatch-size", "2", "--steps", str(steps), "--replan", str(replan), "--out", str(out)]
-    command += ["--set", "rehearsals=0", "--no-compare"]
+    command += ["--no-compare"]
     with subprocess.Popen(command, env={**os.environ, MARK: str(mark)}, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             time.sleep(0.2)

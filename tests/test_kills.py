@@ -29,7 +29,7 @@ IN_TIME_S = 600.0
 
 
 def folder_for(weights: str, made: Path, width: int = 1) -> Path:
-    settings = {"steps": STEPS, "validate_every": 4, "rehearsals": 0}
+    settings = {"steps": STEPS, "validate_every": 4}
     return prepare(made, settings, replicas=width, microbatches=3 * width, weights=weights, clips=True)
 
 

@@ -35,7 +35,7 @@ def machines() -> Iterator[TwoMachines]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    settings = {"steps": STEPS, "validate_every": 1000, "checkpoint_every": 20, "rehearsals": 0}
+    settings = {"steps": STEPS, "validate_every": 1000, "checkpoint_every": 20}
     return prepare(tmp_path, settings | {"pipeline.timeout_s": float(LIMIT_S)})
 
 

@@ -93,11 +93,82 @@ class Forecast:
             )
         return self._simulated(costs, self.cluster(cpu_cluster(self.channel.ranks).within_node))
 
-    def timed(self, costs: Mapping[int, StageCost], walk: ActionTimes, cluster: Cluster) -> Timeline:
-        """Costs of this rank's stages, and the times that its actions took."""
+    def rehearsed(self, cluster: Cluster | None) -> Timeline:
+        """A step with the times that actions take on every rank alone, but on all of them at once, as they
+        share caches, memory and cores in a step too.
+
+        cluster: None to measure the link between ranks 0 and 1.
+        Returns: of several steps, simulated with the times of one walk each, the middle one.
+        """
+        channel, clock, weights, stages = self.channel, self.clock, self.weights, self.variant.stages
+        update_s = time_optimizer(weights, clock)
+        if self.clips:
+            update_s += time_clipping(weights, channel, clock)
+        walks = self._walks(self.rehearsal())
+        if cluster is None:
+            action_s = statistics.median(sum(walk.values()) for walk in walks) / max(1, len(walks[0]))
+            size = max((v.bytes for values in stages.between.values() for v in values), default=0)
+            cluster = self.cluster(busy_link(channel, size, clock, self.device, action_s=action_s))
+        if stages.tied and self.plan.steady is None:  # else sums run beside the next steps
+            shared = shared_by(stages, self.program.placement, channel.rank, weights.shares)
+            sums_s = time_sums(weights, shared, channel, clock)
+            for part in shared:
+                part_bytes = sum(weights.params[name].nbytes for name in part.names)
+                sums_s -= all_reduce_s(part_bytes, part.ranks, cluster)  # which the simulated step has
+            update_s += max(0.0, sums_s)
+        if weights.shares:  # what replicas have updated for each other is sent within STEP
+            shares = weights.shares[channel.rank]
+            size = sum(weights.params[name].nbytes for name in shares.owner)
+            update_s += all_gather_s(size, shares.ranks, cluster)
+        memory, steps = self.memory(), []
+        for walk in walks:
+            costs = {i: with_times(cost, i, walk, update_s / len(memory)) for i, cost in memory.items()}
+            steps.append(self._timed(costs, walk, cluster))
+        return sorted(steps, key=lambda step: step.step_s)[len(steps) // 2]
+
+    def _timed(self, costs: Mapping[int, StageCost], walk: ActionTimes, cluster: Cluster) -> Timeline:
+        """Each action takes as long as in the walk, because a step waits for the slower of two ranks again
+        and again: with mean times it would look shorter.
+
+        costs, walk: of this rank."""
         walks = self.channel.all_gather_object(walk)
-        action_s = {action: seconds for walk in walks for action, seconds in walk.items()}
+        action_s = {action: seconds for each in walks for action, seconds in each.items()}
         return self._simulated(self._of_all_ranks(costs), cluster, action_s)
+
+    def rehearsal(self) -> Rehearsal:
+        rank = self.channel.rank
+        return Rehearsal(
+            self.program,
+            self.variant,
+            self.sample,
+            self.weights,
+            rank=rank,
+            clock=self.clock,
+            watch=self.channel.watch,
+            tier=self.tier,
+            cap_bytes=self.plan.caps[rank] if self.plan.caps else None,
+        )
+
+    def _walks(self, rehearsal: Rehearsal) -> list[ActionTimes]:
+        few, least = None, LEAST_WALKS
+        if self._mean_s(self._walk(rehearsal, 1)) > LONG_S:
+            few, least = FEW_MICROBATCHES, 1
+        self._walk(rehearsal, few)  # in memory that nothing has used yet, which may take half as long again
+        walks = [self._walk(rehearsal, few)]
+        walk_s = self._mean_s(walks[0])
+        if few is not None:
+            walk_s *= min(1.0, few / self.plan.microbatches)
+        return walks + [self._walk(rehearsal, few) for _ in range(1, number_of_walks(walk_s, least))]
+
+    def _walk(self, rehearsal: Rehearsal, microbatches: int | None) -> ActionTimes:
+        self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
+        return rehearsal.time_actions(microbatches)
+
+    def _mean_s(self, walk: ActionTimes) -> float:
+        """Seconds of a walk, on average over the ranks; the same on all of them."""
+        took = torch.tensor([sum(walk.values())], device=self.device)
+        self.channel.all_reduce(took)
+        return float(took) / self.channel.ranks
 
     def _of_all_ranks(self, costs: Mapping[int, StageCost]) -> dict[int, StageCost]:
         gathered = self.channel.all_gather_object(costs)
@@ -139,96 +210,6 @@ class Forecast:
         caps = self.plan.caps or (2**63,) * self.channel.ranks
         devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
         return Cluster(devices=devices, within_node=link)
-
-
-class Rehearsals:
-    """Predicts a step again and again, each time at the pace that the machine has then.
-
-    What hardly changes is measured once, when this is made: the optimizer, clipping and the link. The actions
-    are timed each time, on every rank alone, but on all of them at once, as they share caches, memory and
-    cores in a step too. Every rank makes one, and calls the same methods.
-
-    cluster: None to measure the link between ranks 0 and 1.
-    """
-
-    def __init__(self, forecast: Forecast, cluster: Cluster | None) -> None:
-        self._forecast = forecast
-        channel, clock, weights = forecast.channel, forecast.clock, forecast.weights
-        self._update_s = time_optimizer(weights, clock)
-        if forecast.clips:
-            self._update_s += time_clipping(weights, channel, clock)
-        self._memory = forecast.memory()
-        self._rehearsal = Rehearsal(
-            forecast.program,
-            forecast.variant,
-            forecast.sample,
-            weights,
-            rank=channel.rank,
-            clock=clock,
-            watch=channel.watch,
-            tier=forecast.tier,
-            cap_bytes=forecast.plan.caps[channel.rank] if forecast.plan.caps else None,
-        )
-        self._walk_s = 0.0
-        walks = self._walk_several()
-        self._walk_s = statistics.median(sum(walk.values()) for walk in walks)
-        if cluster is None:
-            sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
-            size = max(sizes, default=0)
-            cluster = forecast.cluster(
-                busy_link(
-                    channel, size, clock, forecast.device, action_s=self._walk_s / max(1, len(walks[0]))
-                )
-            )
-        self._cluster = cluster
-        stages = forecast.variant.stages
-        if stages.tied and forecast.plan.steady is None:  # else sums run beside the next steps
-            shared = shared_by(stages, forecast.program.placement, channel.rank, weights.shares)
-            sums_s = time_sums(weights, shared, channel, clock)
-            for part in shared:
-                part_bytes = sum(weights.params[name].nbytes for name in part.names)
-                sums_s -= all_reduce_s(part_bytes, part.ranks, cluster)  # which the simulated step has
-            self._update_s += max(0.0, sums_s)
-        if weights.shares:  # what replicas have updated for each other is sent within STEP
-            shares = weights.shares[channel.rank]
-            size = sum(weights.params[name].nbytes for name in shares.owner)
-            self._update_s += all_gather_s(size, shares.ranks, cluster)
-        steps = sorted((self._simulated(walk) for walk in walks), key=lambda step: step.step_s)
-        self.first = steps[len(steps) // 2]
-        """Of several steps, simulated with the times of one walk each, the middle one."""
-
-    def rehearse(self) -> Timeline:
-        """Simulated with the times of one walk, made now. Not within a step."""
-        return self._simulated(self._walk())
-
-    def _walk_several(self) -> list[ActionTimes]:
-        few, least = None, LEAST_WALKS
-        if self._mean_s(self._walk(1)) > LONG_S:
-            few, least = FEW_MICROBATCHES, 1
-        self._walk(few)  # in memory that nothing has used yet, which may take half as long again
-        walks = [self._walk(few)]
-        walk_s = self._mean_s(walks[0])
-        if few is not None:
-            walk_s *= min(1.0, few / self._forecast.plan.microbatches)
-        return walks + [self._walk(few) for _ in range(1, number_of_walks(walk_s, least))]
-
-    def _mean_s(self, walk: ActionTimes) -> float:
-        """Seconds of a walk, on average over the ranks; the same on all of them."""
-        took = torch.tensor([sum(walk.values())], device=self._forecast.device)
-        self._forecast.channel.all_reduce(took)
-        return float(took) / self._forecast.channel.ranks
-
-    def _walk(self, microbatches: int | None = None) -> ActionTimes:
-        self._forecast.channel.all_reduce(torch.zeros(1, device=self._forecast.device))  # all start together
-        return self._rehearsal.time_actions(microbatches)
-
-    def _simulated(self, walk: ActionTimes) -> Timeline:
-        """Simulate a step of all ranks. Each action takes as long as in the walk, because a step waits for
-        the slower of two ranks again and again: with mean times it would look shorter."""
-        pace = sum(walk.values()) / self._walk_s if self._walk_s else 1.0
-        update_s = self._update_s * pace / len(self._memory)
-        timed = {index: with_times(cost, index, walk, update_s) for index, cost in self._memory.items()}
-        return self._forecast.timed(timed, walk, self._cluster)
 
 
 def number_of_walks(walk_s: float, least: int) -> int:

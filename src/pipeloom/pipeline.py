@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
-from .forecast import Forecast, Rehearsals
+from .forecast import Forecast
 from .ir.cluster import Cluster
 from .ir.errors import (
     BatchError,
@@ -166,7 +166,6 @@ class Pipeline:
         self.tier: Tier | None = None
         self.steps_done = 0
         self.report: StepReport | None = None
-        self.rehearsals: Rehearsals | None = None
         self.watch.__enter__()
         with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
             ended.push(self)
@@ -459,7 +458,8 @@ class Pipeline:
         return None if self.report is None else self.report.grad_norm
 
     def predict(self, cluster: Cluster | None = None, *, rehearsed: bool = True) -> Timeline:
-        """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
+        """Simulate a step with the times that the ranks take alone. Every rank calls it, before training or
+        between two steps; it changes nothing.
 
         cluster: its links are used; by default that between ranks 0 and 1 is measured.  rehearsed: False for
         the times of the plan, so that no rank runs anything.
@@ -467,23 +467,8 @@ class Pipeline:
         Raises: CommunicationError or PeerError if another rank does not do the same.
         """
         with self._call("a prediction"), attributes_kept(self.captured.blueprint.model):
-            if not rehearsed:
-                return self._shown(self.forecast().planned())
-            self.rehearsals = Rehearsals(self.forecast(), cluster)
-            return self._shown(self.rehearsals.first)
-
-    def rehearse(self) -> Timeline:
-        """Simulate a step at the machine's pace of this moment; as `predict`, which it is the first time.
-        Every rank calls it, between two steps. It takes about as long as one, and changes nothing.
-
-        Raises: CommunicationError or PeerError as `predict`.
-        """
-        if self.rehearsals is None:
-            return self.predict()
-        with self._call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
-            return self._shown(self.rehearsals.rehearse())
-
-    def _shown(self, predicted: Timeline) -> Timeline:
+            forecast = self.forecast()
+            predicted = forecast.rehearsed(cluster) if rehearsed else forecast.planned()
         return predicted if self.plan.steady is None else full_steps(predicted, self.plan.steady)
 
     def measured(self) -> Timeline:

@@ -24,7 +24,6 @@ from pipeloom.runtime.calibrate import busy_link, measure_link, time_sums
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.registry import Entry, shape_of
@@ -44,10 +43,7 @@ def test_every_action_is_timed_and_nothing_is_left(how: str) -> None:
     def rank(pipeline: Pipeline) -> None:
         weights = pipeline.weights
         before = {key: tensor.clone() for key, tensor in weights.newest_state.items()}
-        forecast = pipeline.forecast()
-        given = (forecast.program, forecast.variant, forecast.sample, weights)
-        rehearsal = Rehearsal(*given, rank=pipeline.rank, clock=forecast.clock, watch=pipeline.watch)
-        walk = rehearsal.time_actions()
+        walk = pipeline.forecast().rehearsal().time_actions()
         recomputed = {str(action) for action in walk if action.kind == RECOMPUTE}
         ahead = how == "recompute" and pipeline.rank == 1
         assert recomputed == ({"1RECOMPUTE0", "1RECOMPUTE1"} if ahead else set())
@@ -72,13 +68,13 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
         losses = []
         for number in range(3):
             if rehearses:
-                predicted = pipeline.rehearse()
+                predicted = pipeline.predict()
                 assert predicted.source == "predicted" and predicted.step_s > 0
                 updates = [event.duration_s for event in predicted.events if "STEP" in event.action]
                 assert sum(updates) > 0, "also where the optimizer has made its state"
             losses.append(pipeline.step(job.batch(number, plan.microbatches * plan.microbatch_size)))
-            if rehearses:
-                pipeline.rehearse()
+        if rehearses:
+            pipeline.predict()
         optimizer = pipeline.weights.optimizer
         return (
             losses,

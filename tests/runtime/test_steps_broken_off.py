@@ -25,12 +25,13 @@ from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.rank import Rank, RankWork
+from pipeloom.runtime.rehearsal import Rehearsal
 
 JOB = nets.job("skips")
 
 
 @contextmanager
-def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
+def interrupted(pipeline: Pipeline | Rehearsal, kind: Any, at: int) -> Iterator[None]:
     """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
     verbs, seen = dict(pipeline.worker.verbs), [0]
 
@@ -109,17 +110,20 @@ def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int) -> None:
 
 
 def test_an_error_that_the_user_catches_and_a_rehearsal_leave_nothing_either() -> None:
+    time_actions = Rehearsal.time_actions
+
+    def broken_off(rehearsal: Rehearsal, microbatches: int | None) -> None:
+        with interrupted(rehearsal, B, 1):
+            time_actions(rehearsal)
+        stop()
+
     def broken(pipeline: Pipeline) -> None:
         pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
         with pytest.raises(MemoryCapError):
             pipeline.step(pipeline.job.batch(1, 6))
         pipeline.ledger.cap_bytes = None
-        pipeline.rehearse()
-        assert pipeline.rehearsals is not None
-        own, pipeline.worker = pipeline.worker, pipeline.rehearsals._rehearsal.worker
-        with interrupted(pipeline, B, 1):
-            pipeline.rehearse()
-        pipeline.worker = own
+        with patch.object(Rehearsal, "time_actions", broken_off), pytest.raises(KeyboardInterrupt):
+            pipeline.predict()
 
     assert_leaves_nothing(broken)
 

@@ -119,7 +119,7 @@ def test_ranks_exchange_data(quick_rehearsals: None) -> None:
     assert sums == [3.0] * 8
     assert sorted(parts) == [(0, [0, 10])] * 4 + [(1, [1, 11])] * 4
     # A rehearsal calls handlers too, with a channel that leads nowhere.
-    each_rank(JOB, plan, lambda pipeline: pipeline.rehearse())
+    each_rank(JOB, plan, lambda pipeline: pipeline.predict())
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,6 @@ class PlainPipeline:
     def measured(self) -> Timeline:
         return computing((0, "0F0", 0.0, float(self.steps_done)), source="measured")
 
-    def rehearse(self) -> Timeline:
-        """Predicts a tenth more than the next step takes."""
-        return computing((0, "0F0", 0.0, 1.1 * (self.steps_done + 1)))
-
     def state(self) -> TrainState:
         return TrainState(parameters=dict(self.model.named_parameters()), optimizers=(self.optimizer,))
 

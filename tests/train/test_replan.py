@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_the_plan_that_is_better(tmp_path: Path) -> None:
         out = f"run-{replan}"
         words = ("train", "--job", "napping.py:job", "--cluster", "2 x cpu", "--planner", "exact")
         more = ("--schedule", "1f1b", "--steps", 10**6, "--replan", replan, "--out", out, "--no-compare")
-        process = start("-m", "pipeloom", *words, *more, "--set", "rehearsals=0", cwd=tmp_path)
+        process = start("-m", "pipeloom", *words, *more, cwd=tmp_path)
         until(lambda out=out, process=process: len(lines(out)) > 14 or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         process.communicate()

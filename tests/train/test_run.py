@@ -105,7 +105,7 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
     written = lines(tmp_path / "a")
     assert walks == [] and [line["step"] for line in written] == [1, 2] and written[-1]["validation_loss"] > 0
     figures = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert figures["rehearsals"] == [] and figures["forecast"]["step_s"] > 0
+    assert figures["forecast"]["step_s"] > 0
     assert "rehearses none, the forecast is the plan's" in " ".join(capsys.readouterr().err.split())
 
 

@@ -92,17 +92,16 @@ def test_memory_kinds_stand_in_the_plans_order(two_ranks: Timeline) -> None:
 
 
 def test_tables_are_pictures_without_empty_columns(two_ranks: Timeline) -> None:
-    forecast = Comparison(name="step time, forecast", predicted=9.0, measured=10.0)
+    middle = Comparison(name="middle step", predicted=9.0, measured=10.0)
     both = two_ranks, replace(two_ranks, source="measured", memory=())
-    figures = [forecast, *step_figures(both), *peak_figures(both).values()]
+    figures = [*step_figures(both, middle), *peak_figures(both).values()]
     assert (
         text(summary_table(figures).to_rich())
         == """\
 step
                      predicted  measured    error
 ─────────────────────────────────────────────────
-step time, forecast     9.00 s   10.00 s  -10.0 %
-step time               9.50 s    9.50 s    0.0 %
+middle step             9.00 s   10.00 s  -10.0 %
 bubble                  34.2 %    34.2 %        –
 peak memory, rank 0   30.0 MiB  30.0 MiB    0.0 %
 peak memory, rank 1   10.0 MiB  10.0 MiB    0.0 %"""

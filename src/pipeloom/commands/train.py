@@ -98,14 +98,11 @@ def train(
     summary.json. Under torchrun each process is one rank.
 
     With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
-    replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and
-    measured (step_s, bubble, peak_bytes and residual_peak_bytes per rank): the forecast is made before the
-    first step, predicted and measured belong to one rehearsal and the step it is held against, those of
-    middle error, but for measured bytes, the most since the run began; middle_step_s (median of the steps
-    since this start or its last change of plan, without those that warm up), forecast_error (of the forecast,
-    against that), step_error (predicted less measured, as a share of measured), step_error_quartiles (of all
-    rehearsals), rehearsals (of each: step, predicted_step_s, measured_step_s, and steps, of which the
-    measured one is the middle).
+    replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast and
+    measured (step_s, bubble, peak_bytes and residual_peak_bytes per rank): a step as predicted before the
+    first one, and the middle one of the last five, but for measured bytes, the most since the run began;
+    middle_step_s (median of the steps since this start or its last change of plan, without those that warm
+    up), forecast_error (predicted less that, as a share of it).
     """
     if config is not None and names_model(config):
         exclusive("config", "job", hint="name one model")

@@ -136,8 +136,6 @@ class Config:
     checkpoint_every: steps between checkpoints; one is always written at the end.
     compare: before the first step of a model that was not trained here before, compare two micro-batches with
         plain PyTorch; the run is refused if they differ.
-    rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
-        steps around it; each takes nearly as long as a step.
     replan: after every so many steps look whether the ranks are as fast as planned, and go on with another
         plan if that gains more than it costs; 0 for never.
     """
@@ -150,7 +148,6 @@ class Config:
     validation_batches: Count = 4
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2
-    rehearsals: Whole = 1
     replan: Whole = 0
     compare: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -235,7 +232,6 @@ def write_config(config: Config) -> str:
     validation_batches = 4
     checkpoint_every = 100
     keep_checkpoints = 2
-    rehearsals = 1
     replan = 0
     compare = true
     """

@@ -18,7 +18,6 @@ from ..ir.timeline import Timeline
 from ..pipeline import Pipeline
 from .config import Config, read_config
 from .progress import StepProgress, figures_of
-from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .replan import Replans
 from .run_directory import METRICS, Metrics, read_metrics
 from .workload import Batch, Workload, rate_share, tokens_of
@@ -27,7 +26,10 @@ Size: TypeAlias = tuple[int, float | None]
 """Rows and tokens of a batch."""
 
 LONG_STEP_S = 6.0
-"""Before a step that takes longer nothing runs that was not asked for: no rehearsals and no validation."""
+"""Before a step that takes longer nothing runs that was not asked for: no rehearsal and no validation."""
+
+WARM_UP_STEPS, SHOWN_STEPS = 3, 5
+"""Steps that do not count when a run begins; steps at its end whose middle one the report shows."""
 
 
 def why_at_once(planned_s: float) -> str:
@@ -44,31 +46,25 @@ def why_at_once(planned_s: float) -> str:
     )
 
 
-def what_runs_first(rehearsals: int, *, validates: bool) -> str:
-    """What a run does before its first step, and between steps, that nobody asked for, and why.
+def what_runs_first(*, validates: bool) -> str:
+    """What a run does before its first step that nobody asked for, and why.
 
-    >>> what_runs_first(0, validates=False)
+    >>> what_runs_first(validates=False)
     'before the first step the ranks rehearse one, which the forecast is made of'
     """
     text = "before the first step the ranks rehearse one, which the forecast is made of"
-    if validates:
-        text += ", and the model is validated as it begins"
-    if rehearsals:
-        more = "one more checks" if rehearsals == 1 else "rehearsals check"
-        text += f"; between steps {more} the forecast at the machine's pace (rehearsals=0: none)"
-    return text
+    return f"{text}, and the model is validated as it begins" if validates else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
     """first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
-    timeline: the measured step that stands for the run.
+    timeline: the measured step that is shown.
     middle_step_s: the median of the steps since it began, without those that warm up (rank 0)."""
 
     first_step: int
     steps: int
     losses: Mapping[str, list[tuple[int, float]]]
-    comparison: RehearsalComparison | None
     timeline: Timeline | None
     middle_step_s: float | None = None
 
@@ -113,12 +109,10 @@ def train(
 ) -> TrainOutcome:
     """To the end, or until there is a better plan.
 
-    at_once: begin with a step, not with a validation, and rehearse none.
+    at_once: begin with a step, not with a validation.
     """
     first = step = pipeline.steps_done
-    rehearsals = StepRehearsals(
-        pipeline, first=first, end=config.steps, rehearsals=0 if at_once else config.rehearsals
-    )
+    shown: list[Timeline] = []
     losses: dict[str, list[tuple[int, float]]] = {}
     sizes: deque[Size] = deque()  # of the batches in flight, on rank 0
     validation = middle_step_s = metrics = progress = None
@@ -131,8 +125,7 @@ def train(
             if metrics is not None:
                 metrics.write({"step": 0, "validation_loss": validation})
         while step < config.steps:
-            rehearsed_s = rehearsals.before(step)
-            end = _next_stop(step, config, rehearsals)
+            end = _next_stop(step, config)
             better = False
             # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
             batches = map(workload.train, range(step, end))
@@ -140,15 +133,15 @@ def train(
             for done, report in enumerate(reports, start=step + 1):
                 if not math.isfinite(report.loss):
                     raise PipeloomError(f"the loss of step {done} is {report.loss}", hint=_remedy(done))
+                if done == config.steps or (pipeline.drains_each_step and _is_shown(done, config)):
+                    shown.append(pipeline.measured())
                 if replans is not None:
                     replans.add(report)
                 validates = done == config.steps or done % config.validate_every == 0
-                if done == end:
-                    rehearsals.after(done - 1)
-                    validation = validate(pipeline, config, workload) if validates else validation
+                if done == end and validates:
+                    validation = validate(pipeline, config, workload)
                 if metrics is not None and progress is not None:
                     figures = figures_of(done, report, config, workload, *sizes.popleft())
-                    figures["rehearsed_step_s"] = rehearsed_s if done == step + 1 else None
                     metrics.write(figures | {"validation_loss": validation if validates else None})
                     progress.show(figures | {"validation_loss": validation})
             if replans is not None and replans.is_due(end):
@@ -174,8 +167,7 @@ def train(
         first_step=first,
         steps=pipeline.steps_done,
         losses=losses,
-        comparison=rehearsals.comparison,
-        timeline=rehearsals.measured,
+        timeline=sorted(shown, key=lambda each: each.step_s)[len(shown) // 2] if shown else None,
         middle_step_s=middle_step_s,
     )
 
@@ -193,14 +185,15 @@ def _remedy(step: int) -> str:
     return "lower optimizer.learning_rate, or look at the batch; `--resume` goes back to a checkpoint, if any"
 
 
-def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
+def _is_shown(done: int, config: Config) -> bool:
+    """Not the first step: optimizers make their state in it, which is then not held at its peak."""
+    return done > max(1, config.steps - SHOWN_STEPS)
+
+
+def _next_stop(step: int, config: Config) -> int:
     """After how many steps something else is due."""
-    for done in range(step + 1, config.steps):
-        every = (config.validate_every, config.checkpoint_every, config.replan or config.steps)
-        due = any(done % each == 0 for each in every)
-        if due or rehearsals.is_stop(done):
-            return done
-    return config.steps
+    every = config.validate_every, config.checkpoint_every, config.replan or config.steps
+    return min(config.steps, *(step - step % each + each for each in every))
 
 
 def validate(pipeline: Pipeline, config: Config, workload: Workload) -> float:

@@ -39,21 +39,14 @@ class RunReport:
     forecast: Timeline
 
     @property
-    def predicted(self) -> Timeline:
-        """The prediction to show beside the measured step: of the same window, else the forecast."""
-        comparison = self.outcome.comparison
-        return self.forecast if comparison is None else comparison.middle.predicted
-
-    @property
-    def forecast_step(self) -> Comparison:
+    def middle_step(self) -> Comparison:
         middle_s = self.outcome.middle_step_s or None
-        return Comparison(name="step time, forecast", predicted=self.forecast.step_s, measured=middle_s)
+        return Comparison(name="middle step", predicted=self.forecast.step_s, measured=middle_s)
 
     @property
     def figures(self) -> dict[str, Any]:
         """The JSON object that the command's docstring explains."""
         outcome, measured, plan = self.outcome, self.outcome.timeline, self.plan
-        comparison = outcome.comparison
         return {
             "run": str(self.out),
             "name": self.config.name,
@@ -66,40 +59,27 @@ class RunReport:
             "train_loss": _ends(outcome.losses["train"]),
             "validation_loss": _ends(outcome.losses["validation"]),
             "forecast": _step(self.forecast),
-            "predicted": _step(self.predicted),
             "measured": None if measured is None else _step(measured),
             "middle_step_s": outcome.middle_step_s,
-            "forecast_error": self.forecast_step.error,
-            "step_error": None if measured is None else self.predicted.step_s / measured.step_s - 1,
-            "step_error_quartiles": comparison and comparison.quartiles,
-            "rehearsals": [
-                {
-                    "step": window.step,
-                    "predicted_step_s": window.predicted.step_s,
-                    "measured_step_s": window.measured.step_s,
-                    "steps": window.steps,
-                }
-                for window in (comparison.windows if comparison else ())
-            ],
+            "forecast_error": self.middle_step.error,
         }
 
     def __str__(self) -> str:
         text = f"forecast before the first step: {self.forecast.step_s * 1e3:.0f} ms"
-        step = self.forecast_step
-        if step.error is not None and step.measured is not None:
-            text += f", off by {step.error:+.1%} from the middle step of {step.measured * 1e3:.0f} ms"
-        text = text if self.outcome.comparison is None else f"{text}; {self.outcome.comparison}"
+        step = self.middle_step
+        if step.measured is not None:
+            text += f", off by {step.error_text} from the middle step of {step.measured * 1e3:.0f} ms"
         return f"{text}; float32 products in TF32" if self.config.pipeline.tf32 else text
 
     def write(self) -> None:
-        timelines = [t for t in (self.predicted, self.outcome.timeline) if t is not None]
+        timelines = [t for t in (self.forecast, self.outcome.timeline) if t is not None]
         plain = [replace(t, events=tuple(t.events), memory=tuple(t.memory)) for t in timelines]
         save_noun(plain, self.out / TIMELINES)
         write_trace(self.out / "trace.json", timelines)
         write_report(
             self.out / "report.html",
             title=f"{self.config.name}: {self.outcome.steps} steps",
-            predicted=self.predicted,
+            predicted=self.forecast,
             measured=self.outcome.timeline,
             stages=stage_rows(self.graph, self.plan),
             edges=stage_edges(self.plan.stage_graph(self.graph)),
@@ -108,16 +88,16 @@ class RunReport:
             caps=self.plan.caps,
             explanations=explain_steps(self.plan, self.graph, timelines),
             note=str(self),
-            forecast=self.forecast_step,
+            step_time=self.middle_step,
         )
         write_whole(self.out / "summary.json", json.dumps(finite(self.figures), indent=1) + "\n")
 
     def print(self, console: Console) -> None:
         things = report(
-            predicted=self.predicted,
+            predicted=self.forecast,
             measured=self.outcome.timeline,
             stages=stage_rows(self.graph, self.plan),
-            forecast=self.forecast_step,
+            step_time=self.middle_step,
             width=console.width,
         )
         for thing in things:

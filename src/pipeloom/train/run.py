@@ -328,7 +328,7 @@ def _train_by(
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
         if pipeline.rank == 0:
-            told = at_once or what_runs_first(config.rehearsals, validates=not resumes)
+            told = at_once or what_runs_first(validates=not resumes)
             console.print(told, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()

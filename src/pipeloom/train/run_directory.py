@@ -174,7 +174,6 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     `validation_loss` stands only on steps after which validation ran, and on a line for step 0, which has
     nothing else: the untrained model's. `learning_rate` and `grad_norm` stand only where they are known.
-    `rehearsed_step_s`, on steps before which the run rehearsed, is what the step was predicted to take.
 
     Figures that are no numbers stand as NaN or Infinity, as Python's json writes them.
     Appends to the file. A resumed run first drops the steps that it will run again, and what is no line of

@@ -71,7 +71,7 @@ def report_page(
     explanations: Sequence[Explanation] = (),
     size_unit: SizeUnit | None = None,
     note: str = "",
-    forecast: Comparison | None = None,
+    step_time: Comparison | None = None,
     seconds: bool = True,
 ) -> str:
     """The page as text. What is not given is left out of the page.
@@ -79,7 +79,7 @@ def report_page(
     edges: between the stages, which are then drawn as a graph.
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
-    note: a sentence on how the two were compared.  forecast: the first card.
+    note: a sentence on how the two were compared.  step_time: instead of that of the two.
     seconds: whether times are in seconds, else in a unit that is not known.
     """
     both = predicted, measured
@@ -102,7 +102,7 @@ def report_page(
         good_error=None,
     )
     cards = [
-        *step_figures(both, show_time if seconds else show_plain),
+        *step_figures(both, step_time, show=show_time if seconds else show_plain),
         *([bubble] if shares else []),
         *worst_peak(peaks),
     ]
@@ -112,7 +112,7 @@ def report_page(
         .render(
             title=title,
             note=note,
-            cards=cards if forecast is None else [forecast, *cards],
+            cards=cards,
             losses=losses,
             legend=legend(panels),
             explained=bool(drawn and explanations),

@@ -100,12 +100,14 @@ def compare(name: str, both: Both, figure: Callable[[Timeline], float | None], *
     return Comparison(name=name, predicted=predicted, measured=measured, **more)
 
 
-def step_figures(both: Both, show: Callable[[float], str] = show_time) -> list[Comparison]:
-    """Step time and bubble; nothing without a timeline."""
+def step_figures(
+    both: Both, step_time: Comparison | None = None, *, show: Callable[[float], str] = show_time
+) -> list[Comparison]:
+    """Step time and bubble; nothing without a timeline. step_time: instead of that of the two."""
     if all(timeline is None for timeline in both):
         return []
     return [
-        compare("step time", both, lambda timeline: timeline.step_s, show=show),
+        step_time or compare("step time", both, lambda timeline: timeline.step_s, show=show),
         compare("bubble", both, lambda timeline: timeline.bubble, show=show_share, good_error=None),
     ]
 

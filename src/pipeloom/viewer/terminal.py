@@ -199,11 +199,11 @@ def report(
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
     stages: Sequence[StageRow] = (),
-    forecast: Comparison | None = None,
+    step_time: Comparison | None = None,
     width: int = 120,
 ) -> Iterator[RenderableType | Table]:
     """Drawings and tables of whichever of the two timelines is given, to print one after another.
-    forecast: the first row.  width: columns of the drawings."""
+    step_time: instead of that of the two.  width: columns of the drawings."""
     both = predicted, measured
     timelines = [t for t in both if t is not None]
     span_s = max((t.end_s for t in timelines), default=0.0)
@@ -211,7 +211,7 @@ def report(
         share, name = show_share(timeline.bubble), source_name(timeline, timelines)
         yield Text(f"{name}: {show_time(timeline.step_s)}, bubble {share}", style="bold")
         yield gantt(timeline, width=max(20, min(width, 160) - 12), span_s=span_s)
-    figures = [*([] if forecast is None else [forecast]), *step_figures(both), *peak_figures(both).values()]
+    figures = [*step_figures(both, step_time), *peak_figures(both).values()]
     for table in (summary_table(figures), stage_table(stages, both), memory_table(both, stages)):
         if table.rows:
             yield Text()
