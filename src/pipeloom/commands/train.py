@@ -98,11 +98,11 @@ def train(
     summary.json. Under torchrun each process is one rank.
 
     With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
-    replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast and
-    measured (step_s, bubble, peak_bytes and residual_peak_bytes per rank): a step as predicted before the
-    first one, and the middle one of the last five, but for measured bytes, the most since the run began;
-    middle_step_s (median of the steps since this start or its last change of plan, without those that warm
-    up), forecast_error (predicted less that, as a share of it).
+    replicas, schedule, microbatches, train_loss and validation_loss (first and last); forecast and measured
+    (step_s, bubble, peak_bytes and residual_peak_bytes per rank): a step as predicted before the first one,
+    and the middle one of the last five (without a flush, the last three in a row), but for measured bytes,
+    the most since the run began; middle_step_s (median of the steps since this start or its last change of
+    plan, without those that warm up), forecast_error (predicted less that, as a share of it).
     """
     if config is not None and names_model(config):
         exclusive("config", "job", hint="name one model")

@@ -274,7 +274,7 @@ class Rank:
         microbatches: of all replicas of the stages, in the order in which `ir.stages` deals them out.
         program: another program than the training one, such as the forward-only one.
         training: whether forwards keep residuals.
-        update: whether the step ends with the optimizer; if not, gradients stay for the next one.
+        update: whether the step ends with the optimizer; that of a rehearsal does not.
         incoming: the SENDs of the messages that the rank gets, where the program's are not all of them; the
             same whenever this program runs.
         drains: whether nothing is in flight at its end; if it is, the next step goes on from there.
