@@ -27,7 +27,6 @@ from pipeloom import Job, Plan, capture, plan
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.graph import Op, OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.text import save_noun
 from pipeloom.other_engines import export_for, stage_modules
 from pipeloom.planner.planners import PLANNERS
 from pipeloom.planner.search.layer_groups import whole_modules
@@ -106,8 +105,7 @@ def exported(made: Plan, engine: str, csv_file: Path | None = None) -> Any:
 def test_torch_reads_the_order(schedule: str, tmp_path: Path, folder: Path) -> None:
     made, file = usual(schedule), tmp_path / "order.csv"
     made.save(tmp_path / "plan.json")
-    save_noun(captured().graph, tmp_path / "graph.json")
-    words = ("export-plan", tmp_path / "plan.json", "--graph", tmp_path / "graph.json")
+    words = ("export-plan", tmp_path / "plan.json", "torch_net:job")
     settings = json.loads(good(*words, "--for", "torch", "--csv", file))
     with file.open() as text:
         actions = {
@@ -284,11 +282,9 @@ def test_a_model_that_does_not_suit_is_refused(how: dict[str, bool], engine: str
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path, folder: Path) -> None:
-    file, graph = tmp_path / "plan.json", tmp_path / "graph.json"
+    file = tmp_path / "plan.json"
     usual().save(file)
-    save_noun(captured().graph, graph)
-
-    words = ("export-plan", file, "--graph", graph)
+    words = ("export-plan", file, "torch_net:job")
     left = run(*words, "--for", "torchtitan")
     assert left.exit_code == 0 and "--csv" in left.stderr
     assert json.loads(left.stdout)["pipeline_parallel_degree"] == 2

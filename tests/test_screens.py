@@ -27,18 +27,17 @@ SCREENS = {
     "profile": "profile mine.py:wide --cluster cluster.toml --top 3",
     "plan": PLAN,
     "plan auto": "plan mine.py:wide --cluster cluster.toml --global-batch 16 --ranks auto --closed-form",
-    "simulate": "simulate plan.json --graph g.json --cluster cluster.toml",
+    "simulate": "simulate plan.json mine.py:wide --cluster cluster.toml",
 }
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a cluster, a plan and a graph."""
+    """A folder with a model, a cluster and a plan."""
     folder = tmp_path_factory.mktemp("screens")
     with pytest.MonkeyPatch.context() as patch:
         commands.prepare(folder, patch, CLUSTER)
         commands.good(*f"{PLAN} --planner exact --schedule 1f1b --no-what-if -o plan.json".split())
-        commands.good(*"profile mine.py:wide --cluster cluster.toml --save-graph g.json".split())
     return folder
 
 

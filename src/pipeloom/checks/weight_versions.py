@@ -183,12 +183,11 @@ class _Weights:
         limit, version = self.updates.limit, self.used[microbatch]
         if limit is None or version > self.newest - limit:
             return
-        need = self.newest - version + 1
         why = "" if action.kind == F else ", that of its forward"
         raise ScheduleError(
             f"rank {self.rank} runs {action} with weight version {version}{why}, but keeps only {limit}: the "
             f"newest is {self.newest}",
-            hint=f"keep {need} versions of stage {self.stage}, update less often, or run {action} earlier",
+            hint=f"update less often, or run {action} earlier",
         )
 
     def _done(self, microbatch: int) -> None:

@@ -30,7 +30,6 @@ from .common import (
 @plan_options("microbatch_size", "cluster", "compile")
 @click.option("--device", type=OneOf(["auto", "cpu", "cuda"]), default="cpu", help="Where to measure.")
 @click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
-@click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, help="Rows of the table.")
 @json_option
 def profile(
@@ -41,7 +40,6 @@ def profile(
     cluster: str | None,
     compile: bool,
     save: Path | None,
-    save_graph: Path | None,
     top: int,
     as_json: bool,
 ) -> None:
@@ -66,9 +64,8 @@ def profile(
     else:
         estimated = planning.estimate(captured.graph, described, captured=captured)
         costs = estimated[described.devices[0].name]
-    for noun, path in ((costs, save), (captured.graph, save_graph)):
-        if path is not None:
-            save_noun(noun, path)
+    if save is not None:
+        save_noun(costs, save)
     graph = captured.graph
     kinds = {op.target: {"calls": 0, "forward_s": 0.0, "backward_s": 0.0} for op in graph.ops}
     for op in graph.ops:

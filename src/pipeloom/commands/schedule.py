@@ -138,8 +138,6 @@ SCENARIO = (
 )
 *_ABOUT, _LAST = (policy.about for policy in WEIGHT_POLICIES.values())
 _VERSIONED = [name for name, policy in WEIGHT_POLICIES.items() if not policy.flushes]
-_KEPT = [f"{policy.kept} for {name}" for name, policy in WEIGHT_POLICIES.items() if policy.kept]
-_UNLIMITED = [name for name in _VERSIONED if not WEIGHT_POLICIES[name].kept]
 UPDATES = (
     click.option(
         "--weights",
@@ -151,12 +149,6 @@ UPDATES = (
         "--update-every",
         type=click.IntRange(1),
         help=f"Micro-batches per update, for {' and '.join(_VERSIONED)}.  [default: 1]",
-    ),
-    click.option(
-        "--keep-versions",
-        type=click.IntRange(1),
-        help=f"Weight versions that a stage keeps; by default {', '.join(_KEPT)}, and as many as it needs "
-        f"for {' and '.join(_UNLIMITED)}.",
     ),
 )
 TIMES_HELP = (
@@ -219,19 +211,17 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options handed to the command as `updates`: None unless given."""
 
     @wraps(command)
-    def with_updates(
-        *, weights: Any, update_every: int | None, keep_versions: int | None, **arguments: Any
-    ) -> Any:
-        if weights is None and (update_every or keep_versions) and "name" in arguments:
+    def with_updates(*, weights: Any, update_every: int | None, **arguments: Any) -> Any:
+        if weights is None and update_every and "name" in arguments:
             from ..schedules.scenario import updates_of
 
             weights = updates_of(arguments["name"]).policy
-        if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
+        if (weights is None or WEIGHT_POLICIES[weights].flushes) and update_every:
             raise ConfigError(
-                "--update-every and --keep-versions say nothing without versions of weights",
+                "--update-every says nothing without versions of weights",
                 hint=f"add {' or '.join(f'--weights {name}' for name in _VERSIONED)}",
             )
-        updates = Updates(policy=weights, every=update_every or 1, kept=keep_versions) if weights else None
+        updates = Updates(policy=weights, every=update_every or 1) if weights else None
         return command(updates=updates, **arguments)
 
     return with_options(with_updates, UPDATES)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..clusters.names import cpu_cluster
-from ..ir.errors import ConfigError
-from ..ir.text import as_plain, format_bytes, load_noun
+from ..ir.text import as_plain, format_bytes
 from .common import (
     FILE,
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
     emit,
-    exclusive,
     job_of,
     json_option,
     load_profile,
@@ -24,14 +21,10 @@ from .common import (
     plan_options,
 )
 
-if TYPE_CHECKING:
-    from ..planner.plan_costs import Profiles
-
 
 @click.command(epilog=MODEL_HELP)
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @model_argument
-@click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
 @plan_options("cluster")
 @click.option("--html", type=NEW_FILE, help="Write a report page.")
@@ -41,7 +34,6 @@ def simulate(
     *,
     plan_file: Path,
     model: str | None,
-    graph_file: Path | None,
     profile_file: Path | None,
     cluster: str | None,
     html: Path | None,
@@ -51,10 +43,8 @@ def simulate(
     """Simulate one step of PLAN, made for MODEL, and draw it.
 
     Without --profile and --cluster, ops take what they are measured to take on this machine, kept for a day.
-    With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
     """
     from .. import planning, reports
-    from ..ir.graph import OpGraph
     from ..ir.plan import load_plan
     from ..plan_request import COMPILED
     from ..simulator.summary import summarise
@@ -63,22 +53,12 @@ def simulate(
 
     plan = load_plan(plan_file)
     described = cluster_of(cluster)
-    exclusive("graph_file", "model")
-    if graph_file is not None and profile_file is None and described is None:
-        raise ConfigError(
-            "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
-        )
     profiled, devices = load_profile(profile_file), described or cpu_cluster(plan.ranks)
-    costs: Profiles
     if COMPILED in plan.notes:
         planning.require_compiled(profiled, described)
-    if graph_file is not None:
-        graph = load_noun(graph_file, OpGraph)
-        costs = profiled or planning.estimate(graph, devices)
-    else:
-        captured = planning.model_of_plan(job_of(model), plan, described, profiled=profiled)
-        graph, costs = captured.graph, captured.profiles
-    timeline = planning.simulate(plan, graph, costs, devices)
+    captured = planning.model_of_plan(job_of(model), plan, described, profiled=profiled)
+    graph = captured.graph
+    timeline = planning.simulate(plan, graph, captured.profiles, devices)
     if html is not None:
         write_report(
             html,
