@@ -1,12 +1,11 @@
-"""Idle time in words, and the critical path folded."""
+"""Idle time and the critical path in words."""
 
 from __future__ import annotations
 
 import pytest
 
 from pipeloom.ir.explanation import REASONS, Explanation, Idle, PathStep
-from pipeloom.viewer.path import fold
-from pipeloom.viewer.reasons import merged, sentence, sources
+from pipeloom.viewer.reasons import merged, path_lines, sentence, sources
 
 
 def idle(reason: str, start_s: float = 0.0, end_s: float = 1.0, **more: object) -> Idle:
@@ -68,48 +67,19 @@ def path(*words: str) -> list[PathStep]:
     """`1F0` is the forward on rank 1; `1>2` a message; `!1B0` overhead before it."""
     found = []
     for i, word in enumerate(words):
-        kind, action, to_rank = "compute", word, -1
-        if ">" in word:
-            kind, to_rank = "transfer", int(word[-1])
-        if word.startswith("!"):
-            kind, action = "overhead", word[1:]
-        rank = int(action[0])
+        kind = "transfer" if ">" in word else "overhead" if word.startswith("!") else "compute"
+        action = word.removeprefix("!")
         found.append(
-            PathStep(
-                kind=kind,
-                rank=rank,
-                action=action,
-                start_s=float(i),
-                end_s=i + 1.0,  # type: ignore[arg-type]
-                to_rank=to_rank,
-            )
+            PathStep(kind=kind, rank=int(action[0]), action=action, start_s=float(i), end_s=i + 1.0)  # type: ignore[arg-type]
         )
     return found
 
 
-def folded(*words: str) -> list[str]:
-    return [str(f) for f in fold(path(*words))]
-
-
-def test_a_way_through_stages_is_one_leg_and_repeats_are_folded() -> None:
-    assert folded("0F0", "0>1", "1F0", "1>2", "2F0", "2B0", "1B0", "0B0") == [
-        "F0 through stages 0…2",
-        "B0 through stages 2…0",
-    ]
-    middle = [f"2{kind}{m}" for m in range(5) for kind in "FB"]
-    assert folded("0F0", "1F0", *middle) == ["F0 through stages 0…2", "2B0 2F1, 4 times, to 2B3 2F4", "2B4"]
-    assert folded("0F0", "0F1", "0B0") == ["0F0 0F1 0B0"]
-    assert folded("0F0", "!0B0", "0B0") == ["0F0 overhead before 0B0 0B0"]
-
-
-def test_folds_cover_the_path() -> None:
-    steps = path("0F0", "0>1", "1F0", *[f"1{kind}{m}" for m in range(9) for kind in "IFW"], "1B9", "0B9")
-    found = fold(steps)
-    assert found[0].start_s == 0.0 and found[-1].end_s == steps[-1].end_s
-    assert [a.end_s for a in found[:-1]] == [b.start_s for b in found[1:]]
-
-
-def test_thousands_of_pieces_are_folded_fast() -> None:
-    steps = path(*[f"{rank}F{m}" for m in range(3000) for rank in (0, 1)])
-    assert [str(f) for f in fold(steps)] == ["F0 through stages 0, 1, 3000 times, to 1F2999"]
-    assert fold([]) == []
+def test_a_path_is_its_kinds_and_its_ends() -> None:
+    kinds, *pieces = path_lines(path("0F0", "0>1", "1F0", "!1B0"))
+    assert kinds == "compute 2 (50.0 %), transfer 1 (25.0 %), overhead 1 (25.0 %)"
+    assert pieces[3].endswith("overhead before 1B0 on rank 1")
+    kinds, *pieces = path_lines(path(*[f"0F{m}" for m in range(100)]))
+    assert [text.split()[4:][:1] for text in pieces[19:22]] == [["0F19"], [], ["0F80"]]
+    assert pieces[20] == "60 more"
+    assert path_lines([]) == [""]

@@ -449,12 +449,11 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ranks are idle, and print the critical path."""
     from ..ir.explanation import REASONS
     from ..schedules.scenario import explain as idle_reasons, simulate_schedule
-    from ..viewer.path import fold
-    from ..viewer.reasons import merged, sources
+    from ..viewer.reasons import merged, path_lines, sources
 
     simulated = simulate_schedule(name, scenario)
     explanation = idle_reasons(simulated)
-    causes, legs = sources(explanation), fold(explanation.path)
+    causes = sources(explanation)
     figures = {key: simulated.figures()[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
 
@@ -471,8 +470,7 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
             if rest := largest[SHOWN:]:
                 yield f"          {show_share(sum(r.share for r in rest)):>6}  {len(rest)} more"
         yield "\ncritical path: only what makes one of these shorter makes the step shorter"
-        for leg in legs:
-            yield f"  from {leg.start_s:<8.6g} for {leg.end_s - leg.start_s:<8.6g} {leg}"
+        yield from (f"  {line}" for line in path_lines(explanation.path))
 
     result = {
         "name": name,
@@ -481,7 +479,6 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
         "reasons": explanation.by_reason,
         "sources": causes,
         "path": [{key: getattr(piece, key) for key in pieces} for piece in explanation.path],
-        "path_text": list(map(str, legs)),
     }
     emit(result, screen(), as_json=as_json)
 

@@ -33,9 +33,8 @@ from ..schedules.scenario import (
 from ..schedules.tuning import CausesOfBlocks
 from ..viewer.chrome import chrome_trace
 from ..viewer.labels import chunks
-from ..viewer.path import fold
 from ..viewer.picture import MANY, memory_panels, picture, reasons
-from ..viewer.reasons import sentence
+from ..viewer.reasons import path_lines, sentence
 
 Json: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[Sequence[str]], Scenario]
@@ -133,12 +132,12 @@ class ScheduleDesk:
         }
 
     def path(self, asked: Json) -> Json:
-        """Why ranks are idle: the critical path in legs, idle time by reason, and both for the picture."""
+        """Why ranks are idle: the critical path, idle time by reason, and both for the picture."""
         one = self._studied(asked, self._scenario(asked))
         explanation, timeline = one.explanation, one.simulated.timeline
         few = len(timeline.events) <= MANY
         return {
-            "legs": [[leg.start_s, leg.end_s - leg.start_s, str(leg)] for leg in fold(explanation.path)],
+            "path": path_lines(explanation.path),
             "reasons": explanation.by_reason,
             "idle_s": explanation.idle_s,
             "picture": reasons(explanation, timeline.end_s) if few or asked.get("path") else {},

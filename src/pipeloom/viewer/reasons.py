@@ -1,12 +1,16 @@
-"""Idle time in words: one wait, and a whole step's as a list of its largest sources."""
+"""Idle time in words: one wait, a whole step's as a list of its largest sources, and the critical path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ir.explanation import Explanation, Idle, Reason
+from ..ir.explanation import Explanation, Idle, PathStep, Reason
+from ..ir.text import show_share
 from .labels import label
+
+ENDS = 20
+"""Pieces of the critical path that are told at each end."""
 
 
 def sentence(idle: Idle) -> str:
@@ -88,3 +92,29 @@ def merged(causes: Sequence[IdleSource]) -> list[tuple[Reason, float, float, lis
         by_reason.setdefault(cause.reason, []).append(cause)
     groups = [(r, sum(s.seconds for s in of), sum(s.share for s in of), of) for r, of in by_reason.items()]
     return sorted(groups, key=lambda group: -group[1])
+
+
+def piece_text(piece: PathStep) -> str:
+    what = f"{piece.action} on rank {piece.rank}"
+    if piece.kind == "overhead":
+        what = f"overhead before {what}"
+    elif piece.waiting:
+        what += f", on the link that {piece.waiting} waits for"
+    return f"from {piece.start_s:<8.6g} for {piece.end_s - piece.start_s:<8.6g} {what}"
+
+
+def path_lines(path: Sequence[PathStep]) -> list[str]:
+    """The time of each kind of piece, and the first and the last pieces.
+
+    >>> path_lines([PathStep(kind="compute", rank=0, action="0F0", start_s=0, end_s=1)])
+    ['compute 1 (100.0 %)', 'from 0        for 1        0F0 on rank 0']
+    """
+    seconds: dict[str, float] = {}
+    for piece in path:
+        seconds[piece.kind] = seconds.get(piece.kind, 0.0) + piece.end_s - piece.start_s
+    whole_s = sum(seconds.values())
+    kinds = [f"{kind} {s:.6g} ({show_share(s / whole_s)})" for kind, s in seconds.items()]
+    lines = list(map(piece_text, path))
+    if (hidden := len(lines) - 2 * ENDS) > 0:
+        lines[ENDS:-ENDS] = [f"{hidden} more"]
+    return [", ".join(kinds), *lines]

@@ -305,10 +305,10 @@ async function tell(found) {
 function showPath() {
   const one = drawn.find(({ why }) => why);
   if (!one) return;
-  const { legs, reasons, idle_s: idle } = one.why;
+  const { path, reasons, idle_s: idle } = one.why;
   $("answer").replaceChildren(
     make("h3", { textContent: `critical path of ${one.name}: only what makes one of these shorter makes the step shorter` }),
-    list("ol", legs.map(([from, length, text]) => [`from ${digits(from)} for ${digits(length)}: ${text}`])),
+    list("ul", path.map((line) => [line])),
     make("h3", { textContent: "idle, rank-time" }),
     list("ul", Object.entries(reasons).map(([reason, seconds]) => [`${reason}: ${digits(seconds)} (${digits(100 * seconds / idle, 3)} %)`])));
   $("answer").hidden = false;
