@@ -25,8 +25,7 @@ from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
 from pipeloom.schedules.list_scheduler.choose import make, order
 from pipeloom.schedules.registry import shape_of
-from pipeloom.schedules.scenario import Scenario, simulate_rows
-from pipeloom.schedules.tuning import CausesOfBlocks
+from pipeloom.schedules.scenario import Scenario, causes_of, simulate_rows
 from pipeloom.viewer.labels import label
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
@@ -283,5 +282,9 @@ def test_any_declaration_gives_a_schedule_that_runs(data: st.DataObject) -> None
 def test_an_action_is_caused_by_the_operation_beside_computing_that_it_waits_for() -> None:
     fetch = op("FETCH", before=B, seconds=1.5, stream="host")
     made = order(shape_of(1, microbatches=1), one_f_one_b(shape_of(1, microbatches=1), fetch))
-    chained = CausesOfBlocks(simulate_rows(made, Scenario(ranks=1))).chain("0B0")
-    assert [cause.cause for cause in chained] == ["0FETCH0", "0F0", ""]
+    causes = causes_of(simulate_rows(made, Scenario(ranks=1)))
+    path = [causes.path(item, item.end_s) for item in map(causes.find, ("0B0", "0FETCH0"))]
+    assert [[piece.action for piece in pieces] for pieces in path] == [
+        ["0B0", "0FETCH0", "0F0"],
+        ["0FETCH0", "0F0"],
+    ]

@@ -122,7 +122,7 @@ def test_points_of_all_schedules_are_clicked(studio: Any) -> None:
 
 @pytest.mark.sampled("1B3")
 @pytest.mark.parametrize("action", ["1B3", "0F0", "2W2"])
-def test_a_block_says_what_it_waited_for_and_what_waits_for_it(studio: Any, action: str) -> None:
+def test_a_block_says_what_it_waited_for(studio: Any, action: str) -> None:
     name = "zb_h1" if "W" in action else "1f1b"
     page = studio(s=name, **{"-T": "0.5"})
     said = page.click(action)
@@ -132,7 +132,7 @@ def test_a_block_says_what_it_waited_for_and_what_waits_for_it(studio: Any, acti
     assert ("residuals of its micro-batch" in said) == ("F" in action)
     assert ("no residuals" in said) == ("F" not in action)
     if action == "1B3":
-        assert "the result of 2B3" in said and "0B3 on rank 0" in said
+        assert "the result of 2B3" in said
     page.page.locator("#answer ol .link").last.click()
     page.wait_until("(shown.marks[0].chain ?? [0, 0, 0]).length < 3")
 

@@ -546,22 +546,15 @@ def diff(*, one: str, other: str, scenario: Scenario, as_json: bool) -> None:
 @shape_options
 @json_option
 def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
-    """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: the chain of causes back to the
-    start."""
-    from ..schedules.scenario import simulate_schedule
-    from ..schedules.tuning import CausesOfBlocks
+    """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: what it waited for last, and
+    what that waited for, back to the start."""
+    from ..schedules.scenario import causes_of, simulate_schedule
+    from ..viewer.reasons import piece_text
 
-    causes = CausesOfBlocks(simulate_schedule(name, scenario)).chain(action)
-    words = {
-        "rank": "its rank ran {} until then",
-        "message": "it needed {}",
-        "start": "nothing was before it",
-    }
-    lines = (
-        f"{c.action:>8} on rank {c.rank} from {c.start_s:<8.6g} {words[c.reason].format(c.cause)}"
-        for c in causes
-    )
-    emit(causes, lines, as_json=as_json)
+    causes = causes_of(simulate_schedule(name, scenario))
+    item = causes.find(action)
+    path = list(causes.path(item, item.end_s))
+    emit(path, map(piece_text, path), as_json=as_json)
 
 
 @schedule.command(epilog=HELP)

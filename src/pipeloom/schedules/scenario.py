@@ -25,6 +25,7 @@ from ..ir.timeline import Timeline
 from ..ir.weight_policies import Updates
 from ..lowering.passes import lower
 from ..simulator.idle_time.explain import explain_idle_time
+from ..simulator.idle_time.wait_causes import Causes
 from ..simulator.memory_limit import check_memory_limit
 from ..simulator.simulate import simulate
 from ..simulator.summary import Summary, summarise
@@ -408,6 +409,10 @@ def prove(simulated: SimulatedSchedule, updates: Updates) -> UpdateProof | None:
 
 def explain(simulated: SimulatedSchedule) -> Explanation:
     return explain_idle_time(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
+
+
+def causes_of(simulated: SimulatedSchedule) -> Causes:
+    return Causes(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
 
 
 def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:

@@ -1,28 +1,17 @@
-"""Tuning a schedule by hand: where two differ, why an action begins when it does, and what saves most."""
+"""Tuning a schedule by hand: where two differ, and what saves most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..ir.action import AWAIT, OFFLOAD, RELOAD, Action, B, F, I, W, parse_action
 from ..ir.cluster import Link
 from ..ir.costs import StageCost
-from ..ir.dependencies import needs, produces
 from ..ir.errors import ScheduleError
-from ..ir.flow import flow_of
-from ..ir.operation import OPERATIONS
-from ..ir.timeline import Event
 from ..simulator.simulate import simulate
 from .scenario import SimulatedSchedule, explain
 
 LESS = 0.9
-
-EPS = 1e-9
-
-COPY_NEEDED = {AWAIT: OFFLOAD, RELOAD: OFFLOAD, B: RELOAD, I: RELOAD}
-"""The copy that an action waits for, if its row has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +23,6 @@ class Divergence:
     place: int
     actions: tuple[str, str]
     starts_s: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why an action begins when it does. reason: "rank" (its rank, or another rank of its stage, ran `cause`
-    until then), "message" (the results of `cause` were there then), or "start" (nothing was before it)."""
-
-    action: str
-    rank: int
-    start_s: float
-    end_s: float
-    reason: str
-    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,93 +62,6 @@ def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[
     first, second = (explain(simulated).by_reason for simulated in (one, other))
     rows = [(reason, first.get(reason, 0.0), second.get(reason, 0.0)) for reason in {**first, **second}]
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
-
-
-class CausesOfBlocks:
-    """What each action of a simulated step waited for, and what waited for it."""
-
-    def __init__(self, simulated: SimulatedSchedule) -> None:
-        self._schedule, self._flow = simulated.schedule, flow_of(simulated.stages)
-        self._events = {event.action: event for event in simulated.timeline.events}
-        self._rows = [[str(action) for action in row] for row in simulated.schedule.rows]
-        self._place = {
-            action: (rank, at) for rank, row in enumerate(self._rows) for at, action in enumerate(row)
-        }
-
-    def chain(self, action: str) -> list[Cause]:
-        """The causes from an action back to the start of the step, the action first. Raises: ScheduleError
-        if no rank runs it."""
-        at = self._known(action)
-        chain: list[Cause] = []
-        while True:
-            cause = self._cause(at)
-            chain.append(cause)
-            if cause.reason == "start":
-                return chain
-            at = parse_action(cause.cause)
-
-    def waits(self, action: str) -> list[tuple[float, str, str]]:
-        """(until when, how, for which action) for all that an action waits for, the latest first. Raises: as
-        `chain`."""
-        return sorted(self._held_up(self._known(action)), reverse=True)
-
-    def followers(self, action: str) -> list[Event]:
-        """Those that needed this action, or came next on its rank, in the order in which they begin. Raises:
-        as `chain`."""
-        one = self._known(action)
-        rank, at = self._place[action]
-        names = self._rows[rank][at + 1 : at + 2]
-        made = set(produces(one))
-        near = {one.stage, *self._flow.reads_from[one.stage], *self._flow.read_by[one.stage]}
-        for stage in near:
-            for kind in (F, B, I, W):
-                other = Action(stage, kind, one.microbatch)
-                if str(other) in self._place and not made.isdisjoint(needs(other, self._flow)):
-                    names.append(str(other))
-        events = [self._events[name] for name in dict.fromkeys(names)]
-        return sorted(events, key=lambda event: event.start_s)
-
-    def _known(self, action: str) -> Action:
-        at = parse_action(action)
-        if str(at) not in self._place:
-            raise ScheduleError(
-                f"{self._schedule.name} does not run {at}",
-                hint=f"name an action of its rows, such as {next(iter(self._place))}",
-            )
-        return at
-
-    def _cause(self, action: Action) -> Cause:
-        event, start = self._events[str(action)], (0.0, "start", "")
-        latest = max(self._held_up(action), default=start)
-        if latest[0] < event.start_s - EPS:  # the action itself was ready: another rank of its stage was not
-            for other in self._flow.shards.get(action.stage, ()):
-                late = max(self._held_up(replace(action, stage=other)), default=start)
-                if late[0] > latest[0] + EPS:
-                    latest = late
-        return Cause(str(action), event.rank, event.start_s, event.end_s, *latest[1:])
-
-    def _held_up(self, action: Action) -> Iterator[tuple[float, str, str]]:
-        rank, at = self._place[str(action)]
-        row, before = self._rows[rank], []
-        # A copy, say, runs beside computing: it holds up the copies behind it, and what needs it.
-        for stream in dict.fromkeys(("compute", self._events[str(action)].stream)):
-            earlier = (row[place] for place in range(at - 1, -1, -1))
-            before += next(([name] for name in earlier if self._events[name].stream == stream), [])
-        for name in before:
-            yield self._events[name].end_s, "rank", name
-        beside = [o.kind for o in OPERATIONS.values() if o.before is not None and o.stands_at(action.kind)]
-        beside += [COPY_NEEDED[action.kind]] if action.kind in COPY_NEEDED else []
-        for name in (str(replace(action, kind=kind)) for kind in beside):
-            if name in self._place and name not in before:
-                yield self._events[name].end_s, "message", name
-        for stage, microbatch, phase in needs(action, self._flow):
-            makers = (str(Action(stage, kind, microbatch)) for kind in ((I, B) if phase else (F,)))
-            name = next((maker for maker in makers if maker in self._place), "")
-            if name and name not in before:
-                letter = "F" if action.kind == F else "B"
-                send = f"{stage}SEND_{letter}{action.microbatch}>{action.stage}"
-                sent = self._events.get(send) if self._schedule.placement[stage] != rank else None
-                yield (sent or self._events[name]).end_s, "message", name
 
 
 def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:

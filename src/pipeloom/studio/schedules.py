@@ -24,13 +24,14 @@ from ..schedules.scenario import (
     Scenario,
     SimulatedSchedule,
     build_schedule,
+    causes_of,
     csv_text,
     explain,
     library,
     simulate_rows,
     simulate_schedule,
 )
-from ..schedules.tuning import CausesOfBlocks
+from ..simulator.idle_time.wait_causes import Causes, TimedSpan
 from ..viewer.chrome import chrome_trace
 from ..viewer.labels import chunks
 from ..viewer.picture import MANY, memory_panels, picture, reasons
@@ -55,8 +56,8 @@ class Studied:
         return explain(self.simulated)
 
     @cached_property
-    def causes(self) -> CausesOfBlocks:
-        return CausesOfBlocks(self.simulated)
+    def causes(self) -> Causes:
+        return causes_of(self.simulated)
 
 
 @lru_cache(maxsize=48)
@@ -98,14 +99,14 @@ class ScheduleDesk:
             return {"error": broken_rule(error)}
 
     def ask(self, asked: Json) -> Json:
-        """Of an action: what it waited for, the chain of causes, what it holds and who follows. Of a moment
-        in which a rank is idle: the reason, and the action that ends it."""
+        """Of an action: what it waited for, the chain of causes, and what it holds. Of a moment in which a
+        rank is idle: the reason, and the action that ends it."""
         one = self._studied(asked, self._scenario(asked))
         simulated, causes = one.simulated, one.causes
         if "action" not in asked:
             return _gap(one, int(asked["rank"]), float(asked["time"]))
-        action = str(asked["action"])
-        chain = causes.chain(action)  # refuses one that no rank runs
+        item = causes.find(str(asked["action"]))
+        action = item.action
         events = {e.action: e for e in simulated.timeline.events}
         letters = re.fullmatch(r"(\d+)F(\d+)", action)
         freed = [f"{letters[1]}{kind}{letters[2]}" for kind in ("B", "W")] if letters else []
@@ -114,10 +115,8 @@ class ScheduleDesk:
         own = [costs[s].residual_bytes for s, r in enumerate(schedule.placement) if r == events[action].rank]
         whole = sum(own) * schedule.slices / simulated.stages.replicas
         return {
-            "waits": [
-                {"until": until_s, "how": how, "action": name} for until_s, how, name in causes.waits(action)
-            ],
-            "chain": chain,
+            "waits": [_waited_for(causes, item, wait) for wait in causes.waits(item)],
+            "chain": list(causes.path(item, item.end_s)),
             "holds": None
             if letters is None or until is None
             else {
@@ -126,9 +125,6 @@ class ScheduleDesk:
                 "from": events[action].start_s,
                 "to": until.end_s,
             },
-            "followers": [
-                {"action": e.action, "rank": e.rank, "start": e.start_s} for e in causes.followers(action)
-            ],
         }
 
     def path(self, asked: Json) -> Json:
@@ -265,14 +261,20 @@ def _memory(simulated: Sequence[SimulatedSchedule], names: Sequence[str]) -> Jso
     )
 
 
+def _waited_for(causes: Causes, item: TimedSpan, wait: TimedSpan) -> Json:
+    made = causes.maker(wait) if wait.kind == "transfer" else wait
+    return {"until": wait.end_s, "action": made.action, "ran": wait is causes.before(item)}
+
+
 def _gap(one: Studied, rank: int, time: float) -> Json:
     idle = next((i for i in one.explanation.idle if i.rank == rank and i.start_s <= time < i.end_s), None)
     if idle is None:
         raise ScheduleError(f"rank {rank} is not idle at {time:g}", hint="click a gap between two blocks")
+    ended = one.causes.find(idle.action) if idle.action else None
     return {
         "reason": idle.reason,
         "sentence": sentence(idle),
         "from": idle.start_s,
         "to": idle.end_s,
-        "chain": one.causes.chain(idle.action) if idle.action else [],
+        "chain": list(one.causes.path(ended, ended.end_s)) if ended else [],
     }

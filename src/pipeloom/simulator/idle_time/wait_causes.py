@@ -42,6 +42,7 @@ from ...ir.action import (
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ...ir.dependencies import needs, produces
+from ...ir.errors import ScheduleError
 from ...ir.explanation import PathStep
 from ...ir.flow import Flow, flow_of
 from ...ir.operation import OPERATIONS
@@ -317,6 +318,7 @@ class Causes:
         self._moved, self._waited, self._sums = index.sent, index.received, index.sums
         self._computed = [SpansByEnd(row) for row in self.rows]
         self._copied = [SpansByEnd(row) for row in index.beside]
+        self._beside = {item.action: item for row in index.beside for item in row}
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
         self._copies: dict[Key, TimedSpan] = {}
         """What is copied to the host and back; beside other copies, each stream on its own."""
@@ -352,6 +354,17 @@ class Causes:
             )
         return self._read[text]
 
+    def find(self, text: str) -> TimedSpan:
+        """An action of the program by its text. Raises: ScheduleError if no rank runs it."""
+        text = str(parse_action(text))
+        item = self._made.get((text, 0)) or self._copies.get((text, 0)) or self._beside.get(text)
+        if item is None:
+            raise ScheduleError(
+                f"no rank runs {text}",
+                hint=f"name an action of its rows, such as {next(iter(self._actions))}",
+            )
+        return item
+
     def before(self, item: TimedSpan) -> TimedSpan | None:
         """The compute action before this one on its rank."""
         return self.rows[item.rank][item.place - 1] if item.place else None
@@ -362,10 +375,11 @@ class Causes:
         Where an action's rank became free just as its message came, the rank is the cause.
         """
         if item not in self._causes:
-            self._causes[item] = self._find_cause(item)
+            self._causes[item] = max(self.waits(item), key=lambda i: i.end_s, default=None)
         return self._causes[item]
 
-    def _find_cause(self, item: TimedSpan) -> TimedSpan | None:
+    def waits(self, item: TimedSpan) -> list[TimedSpan]:
+        """All that an item waited for."""
         if item.kind == "compute":
             found = list(self._needs(item))
         elif item.kind == "transfer":
@@ -378,7 +392,7 @@ class Causes:
                 found.append(holder)
         else:
             found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
-        return max(found, key=lambda i: i.end_s, default=None)
+        return found
 
     def _needs(self, item: TimedSpan) -> Iterator[TimedSpan]:
         previous = self.before(item)

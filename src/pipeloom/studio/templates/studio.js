@@ -279,17 +279,14 @@ async function tell(found) {
   try {
     const answer = await ask("ask", asked(one, compute ? { action } : { rank, time }));
     if (now !== changes || passed()) return;
-    shown.marks[panel] = { chain: [...(compute ? [action] : []), ...answer.chain.map((cause) => cause.action)] };
-    const why = { rank: (c) => ["its rank ran ", block(panel, c.cause), " until then"], message: (c) => ["it needed ", block(panel, c.cause)], start: () => ["nothing was before it"] };
-    const chain = list("ol", answer.chain.map((cause) => [block(panel, cause.action), ` on rank ${cause.rank} from ${digits(cause.start_s)}: `, ...why[cause.reason](cause)]));
+    shown.marks[panel] = { chain: [...(compute ? [action] : []), ...answer.chain.map((piece) => piece.action)] };
+    const chain = list("ol", answer.chain.map((piece) => [piece.kind === "overhead" ? "overhead before " : "", block(panel, piece.action), ` on rank ${piece.rank} from ${digits(piece.start_s)} to ${digits(piece.end_s)}`]));
     const parts = compute ? [
       make("h3", { textContent: `${action} of ${one.name}` }), make("p", { textContent: picture.say(i) }),
       make("h3", { textContent: "waited for" }),
-      list("ul", answer.waits.length ? answer.waits.map((wait) => [wait.how === "rank" ? "its rank to run " : "the result of ", block(panel, wait.action), `, there at ${digits(wait.until)}`]) : [["nothing"]]),
+      list("ul", answer.waits.length ? answer.waits.map((wait) => [wait.ran ? "its rank to run " : "the result of ", block(panel, wait.action), `, there at ${digits(wait.until)}`]) : [["nothing"]]),
       make("h3", { textContent: "holds" }),
       make("p", { textContent: answer.holds ? `residuals of its micro-batch, ${digits(answer.holds.share, 3)} of what a micro-batch takes on the rank, from ${digits(answer.holds.from)} to the end of ${answer.holds.until} at ${digits(answer.holds.to)}` : "no residuals: only a forward makes some" }),
-      make("h3", { textContent: "then could begin" }),
-      list("ul", answer.followers.length ? answer.followers.map((one) => [block(panel, one.action), ` on rank ${one.rank} at ${digits(one.start)}`]) : [["nothing"]]),
     ] : [
       make("h3", { textContent: `rank ${rank} is idle from ${digits(answer.from)} to ${digits(answer.to)}: ${answer.reason}` }),
       make("p", { textContent: answer.sentence }),
