@@ -1,16 +1,15 @@
 """The stage graph as a drawing: a box per stage with its seconds, a line per edge with its bytes, as SVG.
 
 Stages lie in columns, each after all that it reads. An edge over several columns has a bend in each of them,
-between boxes. In a column, boxes and bends are ordered so that few lines cross, and moved towards what they
-are joined with.
+between boxes. In a column, boxes and bends are in the order of what they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from itertools import combinations, pairwise
+from itertools import pairwise
 from statistics import fmean as mean
 from typing import TypeAlias
 
@@ -19,12 +18,6 @@ from ..ir.text import format_bytes
 from .tables import Both, StageRow, stage_figures
 
 Point: TypeAlias = tuple[float, float]
-Joined: TypeAlias = Mapping[int, tuple[list[int], list[int]]]
-"""Node -> the nodes before and after it that it is joined with. A node is a stage or a bend."""
-
-PASSES = 40
-STRAIGHT = 8
-"""How much more two bends of a line pull at each other than stages do."""
 
 # Pixels across and down: of a box, and between boxes of two columns and of one.
 BOX, GAP = (132, 62), (108, 34)
@@ -124,85 +117,29 @@ def draw_stages(stages: Sequence[StageRow], edges: Sequence[StageEdge], both: Bo
 def _places(
     count: int, edges: Sequence[tuple[int, int]]
 ) -> tuple[list[Point], dict[tuple[int, int], list[Point]]]:
-    """The middle of each stage, and the bends of edges over several columns, in pixels from the upper left.
-
-    Source: the layered drawings of Sugiyama, Tagawa and Toda 1981, with columns ordered by barycentres.
-    """
+    """The middle of each stage, and the bends of edges over several columns, in pixels from the top left."""
     column = _columns(count, edges)
-    joined: dict[int, tuple[list[int], list[int]]] = {node: ([], []) for node in range(count)}
     bends: dict[tuple[int, int], range] = {}
+    reads: list[list[int]] = [[] for _ in range(count)]
+    """What each stage or bend is joined with in the column before it."""
     for source, target in edges:
-        bends[source, target] = range(len(joined), len(joined) + column[target] - column[source] - 1)
-        for at, bend in enumerate(bends[source, target], start=column[source] + 1):
-            column.append(at)
-            joined[bend] = ([], [])
-        for one, other in pairwise([source, *bends[source, target], target]):
-            joined[one][1].append(other)
-            joined[other][0].append(one)
-    columns = _ordered([[n for n in joined if column[n] == at] for at in range(max(column) + 1)], joined)
-    down = _heights(columns, joined, count)
-    top, (wide, high) = min(down.values()), BOX
+        between = range(column[source] + 1, column[target])
+        bends[source, target] = range(len(reads), len(reads) + len(between))
+        column += between
+        for bend in bends[source, target]:
+            reads.append([bend - 1 if bend > bends[source, target].start else source])
+        reads[target].append(len(reads) - 1 if between else source)
+    columns = [[n for n in range(len(reads)) if column[n] == at] for at in range(max(column) + 1)]
+    most, (wide, high) = max(map(len, columns)), BOX
+    down: dict[int, float] = {}
+    for nodes in columns:
+        nodes.sort(key=lambda node: mean([down[n] for n in reads[node]] or [0.0]))
+        down |= {node: at + (most - len(nodes)) / 2 for at, node in enumerate(nodes)}
     places = [
-        (column[node] * (wide + GAP[0]) + wide / 2 + 1, (down[node] - top) * (high + GAP[1]) + high / 2 + 1)
-        for node in range(len(joined))
+        (column[node] * (wide + GAP[0]) + wide / 2 + 1, down[node] * (high + GAP[1]) + high / 2 + 1)
+        for node in range(len(reads))
     ]
     return places[:count], {edge: [places[bend] for bend in passed] for edge, passed in bends.items()}
-
-
-def _ordered(columns: list[list[int]], joined: Joined) -> list[list[int]]:
-    """The columns in the order with the fewest crossings that a few passes find, to the right and back."""
-    best, fewest = columns, _crossings(columns, joined)
-    for turn in range(PASSES if fewest else 0):
-        side = turn % 2  # passing to the right looks back at what a node reads
-        columns = [*columns]
-        place = {node: float(at) for nodes in columns for at, node in enumerate(nodes)}
-        for at in range(len(columns)) if side == 0 else reversed(range(len(columns))):
-            middle = {n: mean([place[o] for o in joined[n][side]] or [place[n]]) for n in columns[at]}
-            columns[at] = sorted(columns[at], key=middle.__getitem__)
-            place |= {node: float(y) for y, node in enumerate(columns[at])}
-        if (crossings := _crossings(columns, joined)) < fewest:
-            best, fewest = columns, crossings
-    return best
-
-
-def _crossings(columns: list[list[int]], joined: Joined) -> int:
-    place = {node: at for nodes in columns for at, node in enumerate(nodes)}
-    lines = ([(place[n], place[o]) for n in nodes for o in joined[n][1]] for nodes in columns)
-    return sum((a - c) * (b - d) < 0 for each in lines for (a, b), (c, d) in combinations(each, 2))
-
-
-def _heights(columns: list[list[int]], joined: Joined, count: int) -> dict[int, float]:
-    """Each node as near to what it is joined with as its neighbours, 1 away, allow. Bends keep to bends, so
-    that long lines are straight."""
-    height = {node: at - (len(nodes) - 1) / 2 for nodes in columns for at, node in enumerate(nodes)}
-    for turn in range(PASSES):
-        for nodes in columns if turn % 2 else reversed(columns):
-            wanted = []
-            for node in nodes:
-                others = [o for side in joined[node] for o in side] or [node]
-                pulls = [STRAIGHT if node >= count and other >= count else 1 for other in others]
-                pulled = sum(pull * height[other] for pull, other in zip(pulls, others, strict=True))
-                wanted.append((pulled / sum(pulls), sum(pulls)))
-            height |= zip(nodes, _apart(wanted), strict=True)
-    return height
-
-
-def _apart(wanted: Sequence[tuple[float, int]]) -> list[float]:
-    """Nearest to the wanted heights, by squares times weights, with at least 1 between neighbours.
-
-    >>> _apart([(0.0, 1), (0.0, 1), (5.0, 1)])
-    [-0.5, 0.5, 5.0]
-    """
-    groups: list[tuple[float, int, int]] = []  # of neighbours that touch: height of the first, weight, size
-    for at, (y, weight) in enumerate(wanted):
-        height, size = y - at, 1
-        while groups and groups[-1][0] > height:
-            other, more, count = groups.pop()
-            height = (height * weight + other * more) / (weight + more)
-            weight, size = weight + more, size + count
-        groups.append((height, weight, size))
-    heights = [height for height, _, size in groups for _ in range(size)]
-    return [height + at for at, height in enumerate(heights)]
 
 
 def _columns(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
