@@ -47,15 +47,12 @@ RELAXED = (1.0, 1.02, 1.05, 1.1, 1.25)
 """Bottlenecks, as shares of the least, under which the shallowest pipeline is looked for."""
 
 
-def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
+def shallow_cuts(search: Search) -> Iterator[Cuts]:
     """Cuts worth a simulation, none twice: the shallowest pipeline for each relaxed bottleneck. Nothing if no
-    cut keeps the caps by estimate.
-
-    only: positions where cuts may be, both ends included; by default any, found in several searches.
-    """
+    cut keeps the caps by estimate."""
     best: Cuts = ()
     least = inf
-    readers, points = search.model.readers, first_points(search) if only is None else only
+    readers, points = search.model.readers, first_points(search)
     for turn in range(REFINED + 1):
         times = TreatedTimes(search, points) if search.optimises else KeptTimes(search, points)
         edges = {(own, other) for _, own, others in readers.between(points) for other in others}
@@ -65,7 +62,7 @@ def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
             least, best = slowest, tuple(int(points[place]) for place in places)
         elif not best:
             return
-        if only is not None or turn == REFINED or len(points) == len(search.model.cut_points):
+        if turn == REFINED or len(points) == len(search.model.cut_points):
             break
         points = points_around(search, best, turn)
     proposed = dict.fromkeys([best])
