@@ -111,7 +111,8 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.tags:
         return False
     given = arguments_of(call, args, kwargs)
-    return next((bool(given[name] != 0.0) for name in _PROBABILITIES if name in given), True)
+    p = next((given[name] for name in _PROBABILITIES if name in given), None)
+    return isinstance(p, Tensor) or bool(p != 0.0)
 
 
 # Python's and NumPy's global random numbers, which torch's seeds do not reach.

@@ -498,6 +498,60 @@ class NamedLikeAnEntry(nn.Module):
         return self.second((self.first(x * self.scale) * scale).sin()).square().mean()
 
 
+class GivesANumber(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:  # type: ignore[override]
+        return super().forward(x), 1.0
+
+
+class ComparesANumber(Between):
+    def prepare(self) -> None:
+        self.first = GivesANumber()
+
+    def run(self, h: Tensor) -> Tensor:
+        h, scale = self.first(h)
+        h = self.blocks[0](h)
+        if not self.training and scale == 1.0:
+            h = h * 2
+        return self.blocks[1](h)
+
+
+class FillsAList(Between):
+    class block(Deciding):
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            losses.append(x.square().mean())
+            return x
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        losses: list[Tensor] = []
+        h = self.inlet(x)
+        for block in self.blocks:
+            h = block(h, losses)
+        return {"loss": F.cross_entropy(self.head(h), y) + sum(losses)}
+
+
+class FillsADictionary(Between):
+    class block(Deciding):
+        def forward(self, given: dict[str, Tensor]) -> None:  # type: ignore[override]
+            given["h"] = super().forward(given["h"])
+
+    def run(self, h: Tensor) -> Tensor:
+        given = {"h": h}
+        for block in self.blocks:
+            block(given)
+        return given["h"]
+
+
+class ComparesByName(Between):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h if torch.equal(input=h, other=h.abs()) else h * 2)
+
+
+class DrawsByATensor(Between):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h * torch.empty_like(h).bernoulli_(torch.full_like(h, 0.5)))
+
+
 class Moves(Between):
     """As a forward does that was written for several devices."""
 
@@ -624,6 +678,13 @@ CASES = [
     ),
     Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
     Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
+    Case(ComparesANumber, "a number of another stage was equal to none, without a word", between="data"),
+    *(
+        Case(model, "the change was lost", expect="refused: changes a list or dictionary", hint="return it")
+        for model in (FillsAList, FillsADictionary)
+    ),
+    Case(ComparesByName, "ended in an IndexError", between="equal"),
+    Case(DrawsByATensor, "ended in an error of torch", expect="random, in evaluation too", between="data"),
     Case(Moves, "moving a module ended in a KeyError", between="data"),
     Case(MovesInside, "moving a module ended in a KeyError"),
     Case(

@@ -74,7 +74,8 @@ class MissingValue:
     __call__ = __getitem__ = __setitem__ = __neg__ = __invert__ = __abs__ = _pass_on
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _pass_on
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __and__ = __or__ = _pass_on
-    __lt__ = __le__ = __gt__ = __ge__ = _pass_on
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _pass_on  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
 
 def has_no_data(tensor: Tensor) -> bool:

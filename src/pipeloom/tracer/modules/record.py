@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CaptureError
 from ...ir.graph import Value
-from ...ir.user_code import at, user_line
+from ...ir.user_code import at, definition_of, user_line
 from ..guards import ParameterWatch, refuse_new_tensor
 from ..job import Job
 from ..random import call_draws, python_state, seeded
@@ -217,7 +217,9 @@ class IsolatedCall:
             values = _python_values(self.unit.module)
             with meter:
                 args, kwargs = tree_unflatten(self.arguments, spec)
+                given = _contents((args, kwargs))
                 result = self.unit.original_forward(*args, **kwargs)
+            _refuse_changed_containers(given, _contents((args, kwargs)), self.unit)
             self.updates = tuple(
                 name
                 for name, tensor in buffers.items()
@@ -274,6 +276,23 @@ class IsolatedCall:
     def _output(self, name: str, tensor: Tensor, **how: Any) -> UnitOutput:
         self.outputs[name] = tensor
         return UnitOutput(name=name, **how)
+
+
+def _contents(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """What tuples, lists and dictionaries hold."""
+    return tree_flatten(tree, is_leaf=lambda part: type(part) not in (tuple, list, dict))
+
+
+def _refuse_changed_containers(
+    before: tuple[list[Any], TreeSpec], after: tuple[list[Any], TreeSpec], unit: ModuleUnit
+) -> None:
+    """Raises: CaptureError for a unit that changes a list or a dictionary which it is given."""
+    if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
+        raise CaptureError(
+            f"{unit.fqn or 'the model'}{at(definition_of(type(unit.module)))} changes a list or dictionary "
+            "that it is called with: its caller may be on another rank, and would not see that",
+            hint="let its forward return it instead",
+        )
 
 
 def _updated(now: Tensor, before: Tensor, meter: CallEffects) -> bool:
@@ -546,7 +565,7 @@ class ForwardRecorder(InterceptedForward):
         *,
         tainted: bool,
     ) -> Any:
-        tensor = args[0]
+        tensor = tensors_of((args, kwargs))[0]
         if tainted and self.forced:
             count = count_numbers(name, tensor)
             numbers, self.forced = self.forced[:count], self.forced[count:]

@@ -48,11 +48,7 @@ SHAPES = frozenset({"__get__.shape", "size", "numel", "__len__", "nelement", "__
 PLACES = frozenset({"__get__.device", "__get__.is_cuda", "__get__.is_cpu", "__get__.is_meta", "get_device"})
 """Questions where a tensor is."""
 
-SILENT = frozenset(
-    """
-    register_hook register_post_accumulate_grad_hook retain_grad backward storage untyped_storage data_ptr
-    """.split()
-)
+SILENT = frozenset({"retain_grad", "backward", "storage", "untyped_storage", "data_ptr"})
 """Functions that make no tensor and may fail on one without data."""
 
 HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "__get__.grad_fn", "grad"})
