@@ -29,7 +29,7 @@ from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_transforms, settled
-from .modules.torch_functions import READS, function_name, sized_by_data
+from .modules.torch_functions import DETACHING, READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of, storage_ids
 
@@ -133,16 +133,26 @@ def _hooks(refuse: Refuse) -> Replacements:
 
 
 def _state(refuse: Refuse) -> Replacements:
-    set_attribute = nn.Module.__setattr__
+    """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
+    set_attribute, register = nn.Module.__setattr__, nn.Module.register_buffer
+    put: set[tuple[int, str]] = set()  # names where this forward itself puts the first tensor
+
+    def check(module: nn.Module, name: str, value: Any) -> None:
+        current = module.__dict__.get("_buffers", {}).get(name, module.__dict__.get(name))
+        if not isinstance(current, Tensor):
+            put.add((id(module), name))
+        elif isinstance(value, Tensor) and value is not current and (id(module), name) not in put:
+            refuse(f"a new tensor as {name}, instead of changing the one that is there,")
 
     def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
-        """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
-        current = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
-        if isinstance(current, Tensor) and isinstance(value, Tensor) and value is not current:
-            refuse(f"a new tensor as {name}, instead of changing the one that is there,")
+        check(self, name, value)
         set_attribute(self, name, value)
 
-    return [(nn.Module, "__setattr__", checked_setattr)]
+    def checked_register(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        check(self, name, tensor)
+        register(self, name, tensor, persistent)
+
+    return [(nn.Module, "__setattr__", checked_setattr), (nn.Module, "register_buffer", checked_register)]
 
 
 READ_AT, FOREIGN_AT = "pipeloom_read_at", "pipeloom_foreign_at"
@@ -160,10 +170,12 @@ _IN_PLACE = frozenset(
 
 class CallsWatched(TorchFunctionMode):
     """Notes in `lines` each line of the user's code that reads data, once; and in `foreign` each of the
-    forward that computes with a real parameter: those of the model are fake. Refuses `.data = ...`.
+    forward that computes with a real parameter: those of the model are fake. Refuses `.data = ...`, and
+    parameters that are frozen for a part of the forward.
 
-    training: refuse changes in place under `torch.no_grad()` of what a gradient flows through. Autograd then
-        does not know of the change, and passes the gradient on; a functional graph would stop it.
+    training: refuse changes in place, under `torch.no_grad()` or by way of `detach`, of what a gradient flows
+        through. Autograd then does not know of the change, and passes the gradient on; a functional graph
+        would stop it.
     """
 
     def __init__(self, name: str, *, training: bool) -> None:
@@ -171,6 +183,7 @@ class CallsWatched(TorchFunctionMode):
         self.lines: dict[str, None] = {}
         self.foreign: dict[str, None] = {}
         self._name, self._training = name, training
+        self._detached: dict[int, Tensor] = {}
         self.in_forward = False
 
     def __torch_function__(
@@ -191,21 +204,35 @@ class CallsWatched(TorchFunctionMode):
                 "lose it",
                 hint=HINT,
             )
-        if self._training and not torch.is_grad_enabled() and _changes_what_learns(name, args):
-            where = at(user_line())
-            raise CaptureError(
-                f"the forward of {self._name} changes a tensor in place under torch.no_grad(){where}: "
-                "torch.export would lose its gradient",
-                hint=HINT,
-            )
+        if self._training and isinstance(first := next(iter(args), None), Tensor):
+            self._refuse_lost_gradients(name, first, *args[1:], *(kwargs or {}).values())
+            if name in DETACHING and _learns(first):
+                self._detached |= dict.fromkeys(storage_ids([first]), first)
         return func(*args, **(kwargs or {}))
 
+    def _refuse_lost_gradients(self, name: str, first: Tensor, *others: Any) -> None:
+        """Raises: CaptureError for what a call does with its first argument."""
+        how = ""
+        if name in ("requires_grad_", "__set__.requires_grad"):
+            requires = others[0] if others else True
+            if self.in_forward and isinstance(first, nn.Parameter) and first.requires_grad != requires:
+                how = "sets whether a parameter requires a gradient"
+        elif name == "detach_" or (name not in _IN_PLACE and (name[:1] == "_" or name[-1:] != "_")):
+            return
+        elif not torch.is_grad_enabled() and _learns(first):
+            how = "changes a tensor in place under torch.no_grad()"
+        elif not first.requires_grad and not self._detached.keys().isdisjoint(storage_ids([first])):
+            how = "changes a tensor in place by way of detach()"
+        if how:
+            raise CaptureError(
+                f"the forward of {self._name} {how}{at(user_line())}: torch.export would lose its gradient",
+                hint=HINT,
+            )
 
-def _changes_what_learns(name: str, args: tuple[Any, ...]) -> bool:
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
-    made = bool(args) and isinstance(args[0], Tensor) and not args[0].is_leaf
-    learns = made and args[0].requires_grad  # of a parameter that is changed, see `export_program`
-    return in_place and learns and name not in ("detach_", "requires_grad_")
+
+def _learns(tensor: Tensor) -> bool:
+    """Whether a gradient flows through a tensor. Of a parameter that is changed, see `export_program`."""
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def export_watched(

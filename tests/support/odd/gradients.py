@@ -124,6 +124,44 @@ class OwnGradientBetween(OwnGradient, Between):
     pass
 
 
+class HalvesInPlace(Stack):
+    """Autograd passes the gradient on as if nothing had been halved."""
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        h.detach().mul_(0.5)
+        h = self.blocks[1](h * 1)
+        h.data.mul_(0.5)
+        return self.blocks[2](h * 1)
+
+
+class HalvesInside(Stack):
+    class block(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            h = super().forward(h)
+            h.detach()[0].mul_(0.5)
+            return h * 1
+
+
+class FreezesForAWhile(Stack):
+    """As the generator's loss does with a discriminator."""
+
+    def run(self, h: Tensor) -> Tensor:
+        self.blocks[1].requires_grad_(False)
+        h = self.blocks[1](self.blocks[0](h))
+        self.blocks[1].requires_grad_(True)
+        return self.blocks[2](h)
+
+
+class FreezesInside(Stack):
+    class block(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            self.net.requires_grad_(False)
+            h = super().forward(h)
+            self.net.requires_grad_(True)
+            return super().forward(h)
+
+
 class Penalty(Stack):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
@@ -302,6 +340,15 @@ CASES = [
     Case(HookOnNode, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
     Case(OwnGradient, "the gradient of the user's own function was lost in export", between="Signed"),
     Case(OwnGradientBetween, "an autograd function between modules", between="data", slow=True),
+    *(
+        Case(model, "its gradient was lost in export", between=reason)
+        for model, reason in (
+            (HalvesInPlace, r"detach\(\)"),
+            (HalvesInside, r"detach\(\)"),
+            (FreezesForAWhile, "requires a gradient"),
+            (FreezesInside, "requires a gradient"),
+        )
+    ),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
     *(
         Case(model, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad")
