@@ -29,7 +29,7 @@ from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_transforms, settled
-from .modules.torch_functions import DETACHING, READS, function_name, sized_by_data
+from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of, storage_ids
 
@@ -206,7 +206,7 @@ class CallsWatched(TorchFunctionMode):
             )
         if self._training and isinstance(first := next(iter(args), None), Tensor):
             self._refuse_lost_gradients(name, first, *args[1:], *(kwargs or {}).values())
-            if name in DETACHING and _learns(first):
+            if name in ("detach", "__get__.data") and _learns(first):
                 self._detached |= dict.fromkeys(storage_ids([first]), first)
         return func(*args, **(kwargs or {}))
 
