@@ -6,12 +6,15 @@ import copy
 import os
 import random
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import nets
 import pytest
 import torch
-from odd.case import CLASSES, WIDTH, Deciding, Stack, job
+from odd.case import CLASSES, WIDTH, Deciding, Stack, job, vectors
 from odd.values import AlphaDropout
 from processes import output
 from runs import capture_of, even, plan_for
@@ -117,6 +120,25 @@ def test_random_ops_are_marked() -> None:
     assert not any(op.random for op in graph_of("gpt").ops)
 
 
+def shared(chunks: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
+    """Its first two blocks have weights that are parts of one tensor."""
+    model = Stack()
+    parts = chunks(torch.randn(2 * WIDTH, 2 * WIDTH))
+    for block, part in zip(model.blocks, parts, strict=False):
+        block.net[2].weight = nn.Parameter(part)
+    return model
+
+
+def with_a_view() -> nn.Module:
+    model = Stack()
+    model.register_buffer("first", model.head.weight.detach()[0])
+    return model
+
+
+def unrowed(seed: int, size: int) -> dict[str, Tensor]:
+    return {"x": torch.tensor(1.0), "y": torch.zeros(size)}
+
+
 def untensored(seed: int, size: int) -> dict[str, object]:
     return {"input_ids": [1, 2], "labels": None}
 
@@ -130,11 +152,24 @@ def untensored(seed: int, size: int) -> dict[str, object]:
             nets.vector_batch,
             "no parameter .* gradient",
         ),
+        (Stack, unrowed, "'x' is a tensor without rows"),
+        (
+            partial(shared, lambda t: (t[:8], t[:8])),
+            vectors,
+            r"blocks.0.net.2.weight and blocks.1.net.2.weight",
+        ),
+        (partial(shared, lambda t: (t[:8], t[7:15])), vectors, "same memory"),
+        (with_a_view, vectors, "head.weight and first"),
     ],
 )
 def test_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Job(model=model, batch=batch), 2)
+
+
+def test_parameters_may_be_parts_of_one_tensor() -> None:
+    """Here columns of one."""
+    assert not capture(job(partial(shared, lambda t: t.view(8, 32).chunk(2, 1))), 2).graph.fallback
 
 
 # Parameters that are not the model's.
@@ -289,6 +324,9 @@ def test_a_stage_that_only_trains() -> None:
 def test_attributes_are_put_back() -> None:
     layer = nn.Linear(2, 2)
     held = {"items": [1, {2}], "drawn": random.Random(0), "layer": layer}
+    layer.chain = reduce(
+        lambda chain, _: SimpleNamespace(next=chain), range(400), None
+    )  # Python's stack is less
     layer.held, layer.name = held, "before"
     state = held["drawn"].getstate()
     with attributes_kept(layer):

@@ -33,8 +33,11 @@ from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time
 from .split_words import split_words
+from .tensors import StorageView
 
 _log = logging.getLogger("pipeloom")
+
+_ROWS_HINT = "let Job.batch return tensors whose first dimension is its second argument"
 
 
 @one_thread_at_a_time
@@ -171,14 +174,42 @@ def _check_state(model: nn.Module, job: Job) -> None:
                 f"{name} of {job.name}{at(own_definition(type(model)))} is sparse, which no rank can keep",
                 hint="keep its indices and values in buffers, and make it of them in the forward of a module",
             )
+    _refuse_shared_memory(model, job)
+
+
+def _refuse_shared_memory(model: nn.Module, job: Job) -> None:
+    """Ranks know that two names are tied if they name one tensor, not if two lie in the same memory.
+
+    Raises: CaptureError for a parameter that learns and another tensor that has some of its elements.
+    """
+    in_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(named, key=lambda item: not item[1].requires_grad):
+        in_storage.setdefault(StorageView.of(tensor).storage, []).append((name, tensor))
+    for tensors in in_storage.values():
+        first = tensors[0][1]
+        if len({id(tensor) for _, tensor in tensors}) == 1 or not first.requires_grad:
+            continue
+        size = first.untyped_storage().nbytes() // first.element_size()
+        owner = torch.zeros(size, dtype=torch.int32)  # of each element: number of the parameter, from 1
+        for number, (name, tensor) in enumerate(tensors, 1):
+            own = owner
+            if tensor.element_size() == first.element_size():
+                own = owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if own.any():
+                other = tensors[int(own.max()) - 1][0]
+                raise CaptureError(
+                    f"{other} and {name} of {job.name}{at(own_definition(type(model)))} are two tensors in "
+                    "the same memory: of two ranks each would change its own",
+                    hint=f"make them one, as in self.b.weight = self.a.weight, or {name} in the forward",
+                )
+            if tensor.requires_grad:
+                own.fill_(number)
 
 
 def _refuse_backward_hooks(model: nn.Module, name: str) -> None:
     for hook in backward_hooks(model):
-        raise CaptureError(
-            f"{hook.owner or name} has a hook by {hook}, which torch.export would lose",
-            hint="cut by module names instead: give lists of FQNs, one list per stage",
-        )
+        raise CaptureError(f"{hook.owner or name} has a hook by {hook}, which torch.export would lose")
 
 
 def _check_batch(batch: Mapping[str, Tensor]) -> None:
@@ -193,14 +224,13 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
                 f"batch entry {key!r} is {of_type(value)}, not a tensor",
                 hint="let Job.batch return tensors only; bind other arguments in Job.model",
             )
+        if not value.ndim:
+            raise CaptureError(f"batch entry {key!r} is a tensor without rows", hint=_ROWS_HINT)
 
 
 def _check_rows(batch: Mapping[str, Tensor], rows: int) -> None:
     """What is no tensor's number of rows has not been asked of the job."""
-    made = {name: len(tensor) for name, tensor in batch.items() if tensor.ndim}
+    made = {name: len(tensor) for name, tensor in batch.items()}
     if made and rows not in made.values():
         told = ", ".join(f"{name} of {count}" for name, count in made.items())
-        raise CaptureError(
-            f"Job.batch was asked for {rows} rows and made {told}",
-            hint="let it return tensors whose first dimension is its second argument",
-        )
+        raise CaptureError(f"Job.batch was asked for {rows} rows and made {told}", hint=_ROWS_HINT)

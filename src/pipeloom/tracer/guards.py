@@ -272,6 +272,9 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
     return snapshot.put_back
 
 
+_DEEPEST = 50
+"""Objects below so many others are opaque: a picture of them would take too much of Python's stack."""
+
 _ATOMS = (str, bytes, type(None), Number, np.generic)
 _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device)
 
@@ -293,6 +296,7 @@ class Snapshot:
         self._seen: dict[int, tuple[Any, str]] = {}
         self._counts: dict[int, Any] = {}
         self._restores: list[Callable[[], None]] = []
+        self._depth = 0
 
     def put_back(self) -> None:
         """Give each object that was looked at the content again that it had."""
@@ -305,7 +309,7 @@ class Snapshot:
             return _TENSOR
         if isinstance(value, _ATOMS):
             return repr(value)
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, _OPAQUE) or self._depth == _DEEPEST:
             return str(type(value).__name__)
         return self._picture_once(value, self._look_inside)
 
@@ -313,7 +317,9 @@ class Snapshot:
         # The value is held beside its picture: once it is gone, another one could get its id.
         if id(value) not in self._seen:
             self._seen[id(value)] = value, "itself"  # where it holds itself
+            self._depth += 1
             self._seen[id(value)] = value, look(value)
+            self._depth -= 1
         return self._seen[id(value)][1]
 
     def _look_inside(self, value: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..ir.errors import CaptureError
 from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
+from .export import HINT
 from .random import draws
 from .tensors import memory_order
 
@@ -71,11 +72,10 @@ def ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> se
 
 def _refuse_other_nodes(module: fx.GraphModule, name: str) -> None:
     for node in module.graph.nodes:
-        if node.op not in ("call_function", "placeholder", "output"):
-            raise CaptureError(
-                f"{name} contains a {node.op} node ({node.target}), which pipeloom cannot cut",
-                hint="cut by module names instead: give lists of FQNs, one list per stage",
-            )
+        call = node.target is getitem or isinstance(node.target, torch._ops.OpOverload)
+        if not (call if node.op == "call_function" else node.op in ("placeholder", "output")):
+            what = f"a {node.op} node ({node.target}), which pipeloom cannot cut"
+            raise CaptureError(f"{name} contains {what}", hint=HINT)
 
 
 def _kinds(
@@ -108,10 +108,11 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
     for source in node.all_input_nodes:
         kind, name = kinds.get(source.name, ("value", source.name))
         reads[kind][name] = None
-    call = node.target if isinstance(node.target, torch._ops.OpOverload) else None
+    call = node.target
+    assert isinstance(call, torch._ops.OpOverload)  # see `_refuse_other_nodes`
     return Op(
         name=node.name,
-        target=str(call) if call is not None else getattr(node.target, "__name__", str(node.target)),
+        target=str(call),
         inputs=(*reads["input"], *reads["value"]),
         outputs=tuple(_value(r) for r in results),
         params=tuple(reads["param"]),
@@ -120,7 +121,7 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
         attributes=_attributes(node),
         module=_module_path(node),
         random=draws(node),
-        view=call is not None and _is_view(node, call),
+        view=_is_view(node, call),
     )
 
 

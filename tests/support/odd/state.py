@@ -329,6 +329,25 @@ class MeanInAnAttribute(MeanAnew):
         self.mean = torch.zeros(WIDTH)
 
 
+class RegistersAnew(MeanInPlace):
+    def run(self, h: Tensor) -> Tensor:
+        h = Stack.run(self, h)
+        if self.training:
+            self.register_buffer("mean", 0.5 * self.mean + h.detach().mean(0))
+        return h + self.mean.sum()
+
+
+class AddsUpInAnAttribute(Stack):
+    """A loss that is new in each forward."""
+
+    def run(self, h: Tensor) -> Tensor:
+        self.total = h.new_zeros(())
+        for block in self.blocks:
+            h = block(h)
+            self.total = self.total + h.square().mean()
+        return h * self.total
+
+
 class MeanInAList(Stack):
     def prepare(self) -> None:
         self.past = [torch.zeros(WIDTH)]
@@ -399,6 +418,24 @@ class RegistersABuffer(Stack):
         return super().run(h) + self.bias
 
 
+@torch.library.custom_op("odd::count", mutates_args=("seen",))
+def count(seen: Tensor, h: Tensor) -> None:
+    seen.add_((h > 0).sum(0))
+
+
+class CountsByAnOperator(Stack):
+    """An operator of its own, which changes what it is given."""
+
+    def prepare(self) -> None:
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        if self.training:
+            count(self.seen, h.detach())
+        return h
+
+
 DIFFER = "averaged parameters differed between ranks, without a word"
 EARLIER = "the backward of an earlier micro-batch saw changed parameters"
 STEP = "Job.optimizer"
@@ -463,10 +500,13 @@ CASES = [
     Case(SetsItsData, "export forgets the data of a buffer", between="sets the data", cuts=(2, 1)),
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
+    Case(RegistersAnew, "and registers", between="a new tensor as mean", cuts=(2, 1)),
+    Case(AddsUpInAnAttribute, "a new attribute was taken for one that is there"),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),
     Case(NormTwice, "a BatchNorm used twice in one stage", cuts=(2, 1), slow=True),
     Case(Copies, "of two buffers set from one value one was not updated, and one was stale", cuts=(2, 1)),
     Case(InstanceNorm, "a call that changes buffers, though its schema denies it", cuts=(1, 2)),
     Case(WeightInPlace, "what tracing had left behind was taken for the model's own", cuts=(2, 3)),
+    Case(CountsByAnOperator, "ended in an IndexError", between="auto_functionalized", cuts=(2, 3)),
     Case(RegistersABuffer, "buffers that the forward registers ended in a KeyError", cuts=(2, 3)),
 ]
