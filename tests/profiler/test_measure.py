@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import batches
 import nets
 import pytest
 import torch
@@ -254,6 +255,28 @@ def test_modules_are_measured_by_the_time_of_their_own_thread(monkeypatch: pytes
     captured = planning.capture(Job(model=Mixed, batch=batch, modules=lists), 3)
     costs = planning.profile(captured).costs
     assert {cost.input_grad_s + cost.weight_grad_s for cost in costs.values()} <= {0.0, 1.0}
+
+
+class Masked(nn.Module):
+    """The last stage makes a product with an entry of the batch again, and does not need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        e = self.embed(x)
+        h = self.block(e * mask)
+        if float(h.sum()) > 1e9:
+            h = -h
+        return (self.head(h.tanh()) + e).square().mean()
+
+
+def test_entries_that_an_op_does_not_read_are_not_saved_by_it() -> None:
+    captured = planning.capture(Job(model=Masked, batch=batches.normal(x=(4,), mask=(4,))), 2)
+    costs = planning.estimate(captured.graph, CLUSTER, captured=captured)["d"].costs
+    assert "mask" in costs["embed"].saves and "mask" not in costs["head"].saves
+    planning.plan(Job(model=Masked, batch=batches.normal(x=(4,), mask=(4,))), cluster="2 x a100-40")
 
 
 def test_modules_of_one_text_that_run_other_kernels_have_costs_of_their_own() -> None:

@@ -1,15 +1,18 @@
 """Heads and embeddings that are cut by words give the numbers of one process."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import nets
 import pytest
 import torch
 import transformers as hf
+from odd.case import WIDTH, Stack, job
 from optimizers import MuonAndAdamW
 from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
 from torch import Tensor, nn
@@ -19,8 +22,10 @@ from pipeloom import Job, Pipeline, PipeloomError, planning
 from pipeloom.integrations.as_one_process import load_optimizer_states, optimizer_states
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
+from pipeloom.tracer.capture import capture
 from pipeloom.tracer.split_words import heads, split_words
 
+split_words_module = sys.modules[split_words.__module__]
 SIZES = {"microbatches": 4, "microbatch_size": 2}
 WORDS = 203
 
@@ -268,6 +273,14 @@ def test_optimizers_of_whole_matrices_are_refused(make: Callable[..., torch.opti
     captured = split_words(capture_of(job), {"tokens.weight": 2})
     with pytest.raises(PlanError, match="rows"):
         planning.with_updates(captured.graph, job)
+
+
+def test_layers_as_wide_as_a_batch_has_rows_are_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be cut to see that it is none."""
+    tried = Mock(wraps=split_words_module._cut_in_two)
+    monkeypatch.setattr(split_words_module, "_cut_in_two", tried)
+    assert [head.names for head in heads(capture(job(Stack), WIDTH))] == [("head.weight", "head.bias")]
+    assert {call.args[1][0] for call in tried.call_args_list} == {"head.weight"}
 
 
 @pytest.mark.parametrize("split", [{"nothing": 2}, {"tokens.weight": nets.VOCABULARY + 1}])

@@ -3,6 +3,7 @@ ask for a change there."""
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -20,8 +21,8 @@ T = TypeVar("T")
 
 
 def _named(folder: Path) -> tuple[str, ...]:
-    """A folder as Python names files in it, and where it really is: an environment may lie behind a link."""
-    return tuple({str(folder), str(folder.resolve())})
+    """How Python names files in a folder, and where it really is: an environment may lie behind a link."""
+    return tuple({f"{folder}{os.sep}", f"{folder.resolve()}{os.sep}"})
 
 
 _TORCH = find_spec("torch")
@@ -38,8 +39,8 @@ def is_user_file(name: str) -> bool:
     """Whether code of this file is neither ours nor torch's nor Python's own.
 
     >>> import torch
-    >>> is_user_file(torch.__file__), is_user_file("model.py")
-    (False, True)
+    >>> [is_user_file(name) for name in (torch.__file__, f"{torch.__path__[0]}vision/ops.py", "model.py")]
+    [False, True, True]
     """
     if name.startswith("<") or name.startswith(_NOT_USERS):
         return False

@@ -217,7 +217,7 @@ def _measure(graph: OpGraph, op: Op, run: _OpRun, timer: Timer, budget_s: float)
     functions = run.functions
     with torch.no_grad():
         outputs, residuals = run.whole()
-        saves, extra = _saved(functions, outputs, residuals)
+        saves, extra = _saved(op, functions, outputs, residuals)
         del outputs, residuals
         ahead_s = timer(run.ahead, budget_s / 8)
         whole_s = timer(run.whole, budget_s / 4)
@@ -236,13 +236,14 @@ def _measure(graph: OpGraph, op: Op, run: _OpRun, timer: Timer, budget_s: float)
 
 
 def _saved(
-    functions: ModuleFunctions, outputs: Mapping[str, Tensor], residuals: Tensors
+    op: Op, functions: ModuleFunctions, outputs: Mapping[str, Tensor], residuals: Tensors
 ) -> tuple[tuple[str, ...], int]:
-    """Names of the inputs and outputs that are kept for the backward, and bytes of all else that is."""
+    """Names of the inputs and outputs that are kept for the backward, and bytes of all else that is. A batch
+    input may be kept that only code of earlier ops reads, which runs again."""
     storages = {t.untyped_storage()._cdata for slot, t in residuals.items() if slot.kind == "residual"}
     named = [n for n in functions.sent if outputs[n].untyped_storage()._cdata in storages]
     extra = activation_bytes(residuals) - sum(outputs[n].nbytes for n in named)
-    return (*sorted(functions.saved_inputs), *named), extra
+    return (*sorted(functions.saved_inputs.intersection(op.inputs)), *named), extra
 
 
 def _backward_s(

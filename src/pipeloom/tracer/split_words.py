@@ -73,8 +73,7 @@ def heads(captured: Captured) -> list[Head]:
     if captured.cut is not None:
         return []
     graph = captured.graph
-    losses = [op for op in graph.ops if _base(op.target) in _OVER_WORDS]
-    words = {size for op in losses for name in op.inputs for size in graph.value[name].shape}
+    words = {size for node in captured.module.graph.nodes for size in _words_read(node)}
     found = []
     for weight in graph.parameters:
         if len(weight.shape) != 2 or weight.shape[0] not in words or not weight.trainable:
@@ -89,6 +88,16 @@ def heads(captured: Captured) -> list[Head]:
         replaced = tuple(op.name for op in graph.ops if op.name in rewrite.replaced)
         found.append(Head(names=names, rows=weight.shape[0], ops=replaced))
     return found
+
+
+def _words_read(node: fx.Node) -> list[int]:
+    """How many words a loss reads at once; of another node, none."""
+    if node.op != "call_function" or _name(node) not in _OVER_WORDS:
+        return []
+    arguments = _arguments(node)
+    shape = _shape(arguments["self"])
+    dims = arguments.get("dim", min(1, len(shape) - 1))  # that of classes
+    return [shape[dim] for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _cut_in_two(captured: Captured, names: tuple[str, ...]) -> _Rewrite | None:

@@ -124,7 +124,11 @@ def describe_residuals(
     place = {node: index for index, node in enumerate(joint.graph.nodes)}
     residuals = {}
     for node, name in names.items():
-        members = chain([node], names.keys() - {node})
+
+        def other(n: fx.Node, node: fx.Node = node) -> bool:
+            return n.op == "placeholder" or (n in names and n is not node)
+
+        members = ancestors([node], other)
         ordered = sorted(members, key=place.__getitem__)
         read = dict.fromkeys(s for member in ordered for s in member.all_input_nodes if s not in members)
         inputs = {source: joint.inputs[source] for source in read if source in joint.inputs}
