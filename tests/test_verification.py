@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,10 +14,10 @@ import nets
 import pytest
 import torch
 from batches import normal
-from odd.case import WIDTH, Between, Stack, job as job_of
+from odd.case import WIDTH, Between, Deciding, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
 from odd.gradients import SparseEmbedding
-from odd.state import SmallEmbeddings
+from odd.state import CountsInside, SmallEmbeddings
 from runs import capture_of, each_rank, even, even_plan, plan_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -421,6 +422,34 @@ def test_replicas_are_compared_as_one() -> None:
     plan = plan_for(captured, even(captured.graph, 2), microbatches=4, placement=(0, 1))
     twice = replace(plan, placement=(0, 1, 1, 0))
     assert verification.compare_first(JOB, twice, captured, Options()).passed
+
+
+class SharesAScale(Between):
+    """A block leaves a number in an object that another one reads."""
+
+    class block(Deciding):
+        number: int
+        shared: SimpleNamespace
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if not self.number:
+                self.shared.scale = 3.0
+            return x * self.shared.scale
+
+    def prepare(self) -> None:
+        shared = SimpleNamespace(scale=1.0)
+        for number, block in enumerate(self.blocks):
+            block.shared, block.number = shared, number
+
+
+@pytest.mark.parametrize(("model", "same"), [(SharesAScale, False), (CountsInside, True)])
+def test_stages_see_only_what_they_themselves_leave_in_attributes(model: type[nn.Module], same: bool) -> None:
+    job = job_of(model)
+    found = verification.compare_first(
+        job, even_plan(job, 3, microbatches=2, placement=(0, 0, 0)), capture_of(job), Options()
+    )
+    assert found.passed is same
 
 
 def test_it_is_off_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

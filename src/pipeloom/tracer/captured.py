@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,17 @@ class Captured:
         capture must run one after another."""
         self.traced.clear()
         self.put_back_attributes()
+
+    @contextmanager
+    def stages_apart(self) -> Iterator[None]:
+        """In the block its stages have attributes of their own, see `Skeleton`."""
+        if self.cut is not None:
+            self.cut.skeleton.apart = self.put_back_attributes
+        try:
+            yield
+        finally:
+            if self.cut is not None:
+                self.cut.skeleton.apart = None
 
     @property
     def draws_python_random(self) -> bool:

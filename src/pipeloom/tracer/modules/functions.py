@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..autocast import Autocast, autocast_region
+from ..guards import keep_attributes
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..random import one_thread_at_a_time, seeded
@@ -70,7 +71,7 @@ class ModuleFunctions(StageFunctions):
 
     values: what crosses.  updated: buffers that the forward changes.  trainable: FQNs.
     saved_inputs: received values and batch inputs that the last forward kept for the backward.
-    peaks: see `peak_bytes`; by a trial run.
+    peaks: see `peak_bytes`; by a trial run.  put_back: see `_own_attributes`.
     """
 
     job: Job
@@ -82,6 +83,7 @@ class ModuleFunctions(StageFunctions):
     autocast: Autocast | None
     saved_inputs: frozenset[str] = frozenset()
     peaks: dict[str, int] = field(default_factory=dict)
+    put_back: Callable[[], None] | None = None
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -236,7 +238,8 @@ class ModuleFunctions(StageFunctions):
             device=device,
             training=training,
         )
-        with self.skeleton.using(graph.state), autocast_region(self.autocast, run_on=device.type):
+        cast = autocast_region(self.autocast, run_on=device.type)
+        with self._own_attributes(), self.skeleton.using(graph.state), cast:
             with lack_of_data_explained(self.task):
                 run.run(self.job, batch)
             graph.resolved = run.resolved
@@ -293,10 +296,20 @@ class ModuleFunctions(StageFunctions):
         graph.sink = sink
         self.skeleton.rerun = rerun
         try:
-            with self.skeleton.using(graph.state):
+            with self._own_attributes(), self.skeleton.using(graph.state):
                 yield
         finally:
             self.skeleton.rerun = None
+
+    @contextmanager
+    def _own_attributes(self) -> Iterator[None]:
+        """Where the skeleton keeps stages apart, attributes have the values that this stage has left."""
+        if self.skeleton.apart is None:
+            yield
+            return
+        (self.put_back or self.skeleton.apart)()
+        yield
+        self.put_back = keep_attributes(self.skeleton.model)
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

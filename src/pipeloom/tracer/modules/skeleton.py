@@ -58,6 +58,8 @@ class Skeleton:
     intercept: what happens when a unit is called while a run of the forward is on; None if none is.
     rerun: what happens when one is called without a run: activation checkpointing calls units a second time
         in the backward. None: they just run.
+    apart: what gives attributes the Python values that the constructor left, where stages that share this
+        skeleton keep theirs to themselves, as on ranks of their own. None: they see each other's.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -70,6 +72,7 @@ class Skeleton:
         self.units: dict[str, ModuleUnit] = {}
         self.intercept: UnitHook | None = None
         self.rerun: UnitHook | None = None
+        self.apart: Callable[[], None] | None = None
         self._canonical: dict[int, str] = {}
         self._resting: dict[str, Tensor] = {}
         self._below: dict[str, tuple[str, ...]] = {}
