@@ -116,7 +116,7 @@ class Pipeline:
 
     >>> import pipeloom, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    >>> x, y = torch.ones(8, 8), torch.zeros(8, 1)
+    >>> x, y = torch.ones(8, 8), 9 * torch.ones(8, 1)
     >>> with pipeloom.Pipeline(net, example=(x, y), loss=torch.nn.MSELoss(), microbatches=2) as pipeline:
     ...     losses = [pipeline.step((x, y)) for _ in range(3)]  # started by torchrun, each rank does the same
     >>> losses[0] > losses[1] > losses[2]
