@@ -4,6 +4,7 @@ between their modules, and a cut must not break what the forward does there."""
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -531,15 +532,50 @@ class FillsAList(Between):
 
 
 class FillsADictionary(Between):
+    made: type[dict[str, Any]] = dict
+
     class block(Deciding):
-        def forward(self, given: dict[str, Tensor]) -> None:  # type: ignore[override]
-            given["h"] = super().forward(given["h"])
+        def forward(self, given: dict[str, Any]) -> Any:  # type: ignore[override]
+            given["h"] = super().forward(given["h"]) * given["scale"]
+            given["means"].append(given["h"].mean())
 
     def run(self, h: Tensor) -> Tensor:
-        given = {"h": h}
+        means = deque[Tensor]()
+        given = self.made(h=h, means=means, scale=0.9)
         for block in self.blocks:
             block(given)
-        return given["h"]
+        return given["h"] * given["scale"] + sum(means)
+
+
+class FillsAnOrderedDict(FillsADictionary):
+    made = OrderedDict
+
+
+class ReturnsWhatItFills(FillsADictionary):
+    class block(FillsADictionary.block):
+        def forward(self, given: dict[str, Any]) -> Any:
+            given.setdefault("first", given["h"] * 2)
+            super().forward(given)
+            return given
+
+    def run(self, h: Tensor) -> Tensor:
+        given = {"h": h, "means": [], "scale": 0.9}
+        for block in self.blocks:
+            given = block(given)
+        return given["h"] + given["first"]
+
+
+class ThrowsAwayWhatItFills(Between):
+    class block(Deciding):
+        def forward(self, x: Tensor, means: list[Tensor], more: dict[str, float]) -> Tensor:  # type: ignore[override]
+            x = super().forward(x) * more.pop("scale")
+            means.append(x.mean())
+            return x + means[0]
+
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h, [], {"scale": 0.9})
+        return h
 
 
 class ComparesByName(Between):
@@ -680,8 +716,14 @@ CASES = [
     Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
     Case(ComparesANumber, "a number of another stage was equal to none, without a word", between="data"),
     *(
-        Case(model, "the change was lost", expect="refused: changes a list or dictionary", hint="return it")
-        for model in (FillsAList, FillsADictionary)
+        Case(model, "the change was lost, or refused", between="data", cuts=(3, 2))
+        for model in (
+            FillsAList,
+            FillsADictionary,
+            FillsAnOrderedDict,
+            ReturnsWhatItFills,
+            ThrowsAwayWhatItFills,
+        )
     ),
     Case(ComparesByName, "ended in an IndexError", between="equal"),
     Case(DrawsByATensor, "ended in an error of torch", expect="random, in evaluation too", between="data"),

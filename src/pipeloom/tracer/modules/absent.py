@@ -19,8 +19,12 @@ def constant_leaves(leaves: Sequence[Any]) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, (bool, int, str)) and not isinstance(leaf, Tensor)]
 
 
+def is_sendable(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, str))
+
+
 def sendable_leaf(leaf: Any, unit: str) -> Any:
-    if leaf is None or isinstance(leaf, (bool, int, str)):
+    if is_sendable(leaf):
         return leaf
     return MissingValue(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")
 

@@ -22,12 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CaptureError
 from ...ir.graph import Value
-from ...ir.user_code import at, definition_of, user_line
+from ...ir.user_code import at, user_line
 from ..guards import ParameterWatch, refuse_new_tensor
 from ..job import Job
 from ..random import call_draws, python_state, seeded
 from ..tensors import LiveBytes, storage_ids, tensors_of, written_by
-from .absent import tensors_inside
+from .absent import is_sendable, tensors_inside
+from .containers import changed, handed_over
 from .intercept import START, InterceptedForward, call_name
 from .skeleton import ModuleUnit, Skeleton, TrialParameters
 from .torch_functions import (
@@ -59,7 +60,8 @@ class UnitOutput:
 
     kind: "result" (leaf `index` of what it returns), "argument" (leaf `index` of what it was given, which it
         changed), "attribute" (it left the tensor in attribute `attribute` of module `module` below it), or
-        "same" (leaf `index` of its result is leaf `argument` of what it was given; it has no own name).
+        "same" (leaf `index` of its result is leaf `argument` of what it was given, which may be an object, too;
+        it has no own name).
     """
 
     name: str
@@ -90,6 +92,7 @@ class UnitCall:
     arguments: leaf of its arguments -> its name, of those tensors that the call before it makes.
     made_of: what each of these is made of, by name.  others: what the other ones are made of.
     spec, leaves: how to build its result; tensors are None among the leaves.
+    fills: it changes containers that it is given: its result is then a pair of that and its arguments.
     """
 
     name: str
@@ -102,6 +105,7 @@ class UnitCall:
     leaves: tuple[Any, ...]
     random: bool
     updates: tuple[str, ...]
+    fills: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ class IsolatedCall:
     """Runs a unit on copies of what requires a gradient, and hands its results over without graph.
 
     leaves: flattened arguments.  outputs: tensors that it hands over, by name.  updates: buffers it changed.
-    changed_attributes: names of attributes that are Python values and that it changed.
+    changed_attributes: names of attributes that are Python values and that it changed.  fills: as `UnitCall`.
     """
 
     def __init__(self, skeleton: Skeleton, unit: ModuleUnit, leaves: Sequence[Any]) -> None:
@@ -203,6 +207,7 @@ class IsolatedCall:
         self.outputs: dict[str, Tensor] = {}
         self.updates: tuple[str, ...] = ()
         self.changed_attributes: tuple[str, ...] = ()
+        self.fills = False
         self._changed: list[int] = []
         self._new_attributes: list[tuple[str, str, Tensor]] = []
         self._flat: list[Any] = []
@@ -217,9 +222,11 @@ class IsolatedCall:
             values = _python_values(self.unit.module)
             with meter:
                 args, kwargs = tree_unflatten(self.arguments, spec)
-                given = _contents((args, kwargs))
                 result = self.unit.original_forward(*args, **kwargs)
-            _refuse_changed_containers(given, _contents((args, kwargs)), self.unit)
+            open_up((result, args, kwargs))
+            self.fills = changed(self.arguments, spec, (args, kwargs))
+            if self.fills:
+                result = result, (args, kwargs)
             self.updates = tuple(
                 name
                 for name, tensor in buffers.items()
@@ -236,7 +243,6 @@ class IsolatedCall:
             self.changed_attributes = tuple(n for n, v in now.items() if n not in values or values[n] != v)
         torch.clear_autocast_cache()
         self._changed = [i for i, leaf in enumerate(self.arguments) if _version(leaf) != versions[i]]
-        open_up(result)
         self._flat, built = tree_flatten(result)
         return built
 
@@ -253,7 +259,7 @@ class IsolatedCall:
         flat = []
         for index, leaf in enumerate(self._flat):
             source = next((i for i, g in enumerate(self.arguments) if g is leaf), None)
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) and (source is None or is_sendable(leaf)):
                 flat.append(leaf)
             elif source is not None:
                 flat.append(self.leaves[source])
@@ -276,23 +282,6 @@ class IsolatedCall:
     def _output(self, name: str, tensor: Tensor, **how: Any) -> UnitOutput:
         self.outputs[name] = tensor
         return UnitOutput(name=name, **how)
-
-
-def _contents(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """What tuples, lists and dictionaries hold."""
-    return tree_flatten(tree, is_leaf=lambda part: type(part) not in (tuple, list, dict))
-
-
-def _refuse_changed_containers(
-    before: tuple[list[Any], TreeSpec], after: tuple[list[Any], TreeSpec], unit: ModuleUnit
-) -> None:
-    """Raises: CaptureError for a unit that changes a list or a dictionary which it is given."""
-    if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
-        raise CaptureError(
-            f"{unit.fqn or 'the model'}{at(definition_of(type(unit.module)))} changes a list or dictionary "
-            "that it is called with: its caller may be on another rank, and would not see that",
-            hint="let its forward return it instead",
-        )
 
 
 def _updated(now: Tensor, before: Tensor, meter: CallEffects) -> bool:
@@ -633,6 +622,7 @@ class ForwardRecorder(InterceptedForward):
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in flat),
                 random=self.meter.drew or drew,
                 updates=run.updates,
+                fills=run.fills,
             )
         )
         for output in outputs:
@@ -642,7 +632,8 @@ class ForwardRecorder(InterceptedForward):
                     reads = frozenset({output.name})
                     self._note_change(tensor, Origins(reads, reads if tensor.requires_grad else frozenset()))
                 self._name(tensor, output.name, tainted=True, data_sized=data_sized, calls=calls)
-        return tree_unflatten(flat, built)
+        result = tree_unflatten(flat, built)
+        return handed_over(result, (args, kwargs)) if run.fills else result
 
     def _belongs_to_last_call(self, calls: int) -> bool:
         """Whether what depends on these calls can be made where the last one ran: it needs its results, and

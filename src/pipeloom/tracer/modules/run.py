@@ -48,6 +48,7 @@ from .absent import (
     refuse_absent_inside,
     sendable_leaf,
 )
+from .containers import changed, handed_over
 from .intercept import InterceptedForward, call_name
 from .ops import ModuleOp
 from .path import PATH_PREFIX, ForwardPath
@@ -394,10 +395,11 @@ class StageRun(InterceptedForward):
         name = call_name(unit.fqn, number)
         call = place.call if self.training else self.task.recording.evaluation_calls.get(name, place.call)
         if place.runs_here:
-            return self._run(unit, name, replace(place, call=call), leaves, spec)
+            return self._run(unit, name, replace(place, call=call), leaves, spec, (args, kwargs))
         if call is None:
             return MissingValue(f"the result of {name}, which was not called when captured", self._decided)
-        return self._stub(unit, call, leaves)
+        result = self._stub(unit, call, leaves)
+        return handed_over(result, (args, kwargs)) if call.fills else result
 
     def _bind_arguments(self, place: CallPlace, leaves: list[Any]) -> None:
         """Bind what crosses as an argument of this call: as recorded, and where a stage that we receive from
@@ -427,8 +429,10 @@ class StageRun(InterceptedForward):
             )
         calls.append(number)
 
-    def _run(self, unit: ModuleUnit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec) -> Any:
-        """Run one of the stage's own units. name: of the call."""
+    def _run(
+        self, unit: ModuleUnit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec, given: Any
+    ) -> Any:
+        """Run one of the stage's own units. name: of the call.  given: what it is called with."""
         what = f"an argument of {unit.fqn}"
         arguments = [
             self._data(leaf, what) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in leaves
@@ -437,12 +441,23 @@ class StageRun(InterceptedForward):
         args, kwargs = tree_unflatten(arguments, spec)
         with seeded(self.seed, name) if place.random else nullcontext():
             result = unit.original_forward(*args, **kwargs)
+        if fills := changed(arguments, spec, (args, kwargs)):
+            result = result, (args, kwargs)
         if place.call is not None:
-            self._bind_outputs(unit, place.call, arguments, result)
-        return result
+            self._bind_outputs(unit, place.call, arguments, result, fills=fills)
+        return handed_over(result, given) if fills else result
 
-    def _bind_outputs(self, unit: ModuleUnit, call: UnitCall, arguments: list[Any], result: Any) -> None:
-        flat, _ = tree_flatten(result)
+    def _bind_outputs(
+        self, unit: ModuleUnit, call: UnitCall, arguments: list[Any], result: Any, *, fills: bool
+    ) -> None:
+        flat, spec = tree_flatten(result)
+        filled, then = spec if fills else None, call.spec if call.fills else None
+        if self.task.has_other_stages and filled != then:
+            raise CutError(
+                f"{unit.fqn} changes lists or dictionaries that it is called with otherwise than when "
+                "captured: other stages cannot know",
+                hint="return a tensor instead, or keep the module and what uses its result in one stage",
+            )
         now, captured = constant_leaves(flat), constant_leaves(call.leaves)
         if self.task.has_other_stages and now != captured:
             raise CutError(
