@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from odd.case import Between, Block, job
-from odd.decisions import NoModules
+from odd.decisions import ComparesWithText, NoModules
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
@@ -72,6 +72,10 @@ def test_what_cannot_run_apart_stays_together_with_the_line(
     (told, *_) = [r.getMessage() for r in caplog.records if "stay in one stage" in r.getMessage()]
     assert line_of(model) in told and "move this code into a module of its own" in told
     assert any("..." in op.name for op in graph.ops)
+
+
+def test_a_number_of_another_stage_is_no_text() -> None:
+    assert len(capture(job(ComparesWithText), 2).graph.ops) == 5
 
 
 def test_what_is_kept_together_trains_as_one_process() -> None:

@@ -516,6 +516,18 @@ class ComparesANumber(Between):
         return self.blocks[1](h)
 
 
+class ComparesWithText(Between):
+    def prepare(self) -> None:
+        self.first = GivesANumber()
+
+    def run(self, h: Tensor) -> Tensor:
+        h, scale = self.first(h)
+        h = self.blocks[0](h)
+        if scale in (None, "skip") or scale == "double":
+            return h
+        return self.blocks[1](h) if scale != "x" else h
+
+
 class FillsAList(Between):
     class block(Deciding):
         def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
@@ -715,6 +727,7 @@ CASES = [
     Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
     Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
     Case(ComparesANumber, "a number of another stage was equal to none, without a word", between="data"),
+    Case(ComparesWithText, "a number of another stage is no text", between="data"),
     *(
         Case(model, "the change was lost, or refused", between="data", cuts=(3, 2))
         for model in (

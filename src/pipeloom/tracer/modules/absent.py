@@ -78,8 +78,18 @@ class MissingValue:
     __call__ = __getitem__ = __setitem__ = __neg__ = __invert__ = __abs__ = _pass_on
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _pass_on
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __and__ = __or__ = _pass_on
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _pass_on  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = _pass_on
     __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self if self._may_equal(other) else False
+
+    def __ne__(self, other: object) -> Any:
+        return self if self._may_equal(other) else True
+
+    def _may_equal(self, other: object) -> bool:
+        """None and text are handed on, see `sendable_leaf`."""
+        return not (other is None or isinstance(other, str))
 
 
 def has_no_data(tensor: Tensor) -> bool:

@@ -60,7 +60,7 @@ class UnitOutput:
 
     kind: "result" (leaf `index` of what it returns), "argument" (leaf `index` of what it was given, which it
         changed), "attribute" (it left the tensor in attribute `attribute` of module `module` below it), or
-        "same" (leaf `index` of its result is leaf `argument` of what it was given, which may be an object, too;
+        "same" (leaf `index` of its result is leaf `argument` of what it was given, a tensor or an object;
         it has no own name).
     """
 
