@@ -7,9 +7,11 @@ a buffer. Both are looked for while tracing.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -31,7 +33,7 @@ from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_transforms, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
-from .tensors import arguments_of, storage_ids
+from .tensors import arguments_of, storage_ids, tensors_of
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -135,13 +137,15 @@ def _hooks(refuse: Refuse) -> Replacements:
 def _state(refuse: Refuse) -> Replacements:
     """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
     set_attribute, register = nn.Module.__setattr__, nn.Module.register_buffer
-    put: set[tuple[int, str]] = set()  # names where this forward itself puts the first tensor
+    put: set[tuple[int, str]] = set()  # names that this forward itself brings up
 
     def check(module: nn.Module, name: str, value: Any) -> None:
-        current = module.__dict__.get("_buffers", {}).get(name, module.__dict__.get(name))
-        if not isinstance(current, Tensor):
-            put.add((id(module), name))
-        elif isinstance(value, Tensor) and value is not current and (id(module), name) not in put:
+        held = ChainMap(module.__dict__.get("_buffers", {}), module.__dict__)
+        current, place = held.get(name), (id(module), name)
+        if name not in held:
+            put.add(place)
+        new = isinstance(value, Tensor) and value is not current
+        if new and isinstance(current, Tensor) and place not in put:
             refuse(f"a new tensor as {name}, instead of changing the one that is there,")
 
     def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
@@ -204,30 +208,50 @@ class CallsWatched(TorchFunctionMode):
                 "lose it",
                 hint=HINT,
             )
-        if self._training and isinstance(first := next(iter(args), None), Tensor):
-            self._refuse_lost_gradients(name, first, *args[1:], *(kwargs or {}).values())
-            if name in ("detach", "__get__.data") and _learns(first):
-                self._detached |= dict.fromkeys(storage_ids([first]), first)
+        if self._training:
+            self._refuse_lost_gradients(func, name, args, kwargs or {})
+            if name in ("detach", "__get__.data"):
+                learning = filter(_learns, tensors_of(args or kwargs))
+                self._detached |= {i: t for t in learning for i in storage_ids([t])}
         return func(*args, **(kwargs or {}))
 
-    def _refuse_lost_gradients(self, name: str, first: Tensor, *others: Any) -> None:
-        """Raises: CaptureError for what a call does with its first argument."""
+    def _refuse_lost_gradients(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         how = ""
         if name in ("requires_grad_", "__set__.requires_grad"):
-            requires = others[0] if others else True
-            if self.in_forward and isinstance(first, nn.Parameter) and first.requires_grad != requires:
+            requires = next(iter((*args[1:], *kwargs.values())), True)
+            if self.in_forward and isinstance(args[0], nn.Parameter) and args[0].requires_grad != requires:
                 how = "sets whether a parameter requires a gradient"
-        elif name == "detach_" or (name not in _IN_PLACE and (name[:1] == "_" or name[-1:] != "_")):
-            return
-        elif not torch.is_grad_enabled() and _learns(first):
-            how = "changes a tensor in place under torch.no_grad()"
-        elif not first.requires_grad and not self._detached.keys().isdisjoint(storage_ids([first])):
-            how = "changes a tensor in place by way of detach()"
+        else:
+            for tensor in tensors_of(_changed_by(func, name, args, kwargs)):
+                if not torch.is_grad_enabled() and _learns(tensor):
+                    how = "changes a tensor in place under torch.no_grad()"
+                elif not tensor.requires_grad and not self._detached.keys().isdisjoint(storage_ids([tensor])):
+                    how = "changes a tensor in place by way of detach()"
         if how:
             raise CaptureError(
                 f"the forward of {self._name} {how}{at(user_line())}: torch.export would lose its gradient",
                 hint=HINT,
             )
+
+
+@cache
+def _parameters(func: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(func).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        return ()
+
+
+def _changed_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call changes in place."""
+    if "inplace" in (parameters := _parameters(func)):  # F.relu(x, inplace=True)
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        return given.get(parameters[0]) if given.get("inplace") else None
+    if name in _IN_PLACE or (name[:1] != "_" and name[-1:] == "_" and name != "detach_"):
+        return args[:1]
+    return kwargs.get("out")
 
 
 def _learns(tensor: Tensor) -> bool:

@@ -348,10 +348,12 @@ class Snapshot:
 
     def look_at(self, owner: Any) -> str:
         """The picture of an object's attributes and of those of its classes. Of a module its tensors and
-        modules stay out: they are not put back."""
+        modules stay out: they are not put back, but for buffers that are None."""
         fields = _fields(owner)
         if isinstance(owner, nn.Module):
             fields = {name: item for name, item in fields.items() if not _stays(item)}
+            empty = {name: None for name, buffer in owner._buffers.items() if buffer is None}
+            self._restores.append(partial(owner._buffers.update, empty))
         self._restores.append(partial(self._put_fields, owner, fields))
         kinds = [] if isinstance(owner, type) else _classes(owner)
         return _digest(

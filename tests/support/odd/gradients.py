@@ -143,6 +143,35 @@ class HalvesInside(Stack):
             return h * 1
 
 
+class ClampsInPlace(Stack):
+    """Functions that change what they are given without a name that says so."""
+
+    clamp = staticmethod(partial(F.relu, inplace=True))
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        self.clamp(h.detach())
+        return self.blocks[2](self.blocks[1](h * 1))
+
+
+class ClampsByAModule(ClampsInPlace):
+    clamp = nn.ReLU(inplace=True)
+
+
+class ClampsInto(ClampsInPlace):
+    @staticmethod
+    def clamp(h: Tensor) -> None:
+        torch.clamp(h, min=0, out=h)
+
+
+class ClampsWithoutGradient(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        with torch.no_grad():
+            F.leaky_relu(h, 0.1, True)
+        return self.blocks[2](self.blocks[1](h * 1))
+
+
 class FreezesForAWhile(Stack):
     """As the generator's loss does with a discriminator."""
 
@@ -345,6 +374,10 @@ CASES = [
         for model, reason in (
             (HalvesInPlace, r"detach\(\)"),
             (HalvesInside, r"detach\(\)"),
+            (ClampsInPlace, r"detach\(\)"),
+            (ClampsByAModule, r"detach\(\)"),
+            (ClampsInto, r"detach\(\)"),
+            (ClampsWithoutGradient, r"no_grad\(\)"),
             (FreezesForAWhile, "requires a gradient"),
             (FreezesInside, "requires a gradient"),
         )

@@ -337,6 +337,24 @@ class RegistersAnew(MeanInPlace):
         return h + self.mean.sum()
 
 
+class MeanFromNone(MeanInPlace):
+    def prepare(self) -> None:
+        self.mean = None
+
+    def run(self, h: Tensor) -> Tensor:
+        h = Stack.run(self, h)
+        if self.mean is None:
+            self.mean = torch.zeros_like(h[0])
+        if self.training:
+            self.mean = 0.5 * self.mean + h.detach().mean(0)
+        return h + self.mean.sum()
+
+
+class MeanFromNoBuffer(MeanFromNone):
+    def prepare(self) -> None:
+        self.register_buffer("mean", None)
+
+
 class AddsUpInAnAttribute(Stack):
     """A loss that is new in each forward."""
 
@@ -501,6 +519,10 @@ CASES = [
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
     Case(RegistersAnew, "and registers", between="a new tensor as mean", cuts=(2, 1)),
+    *(
+        Case(model, "and for what is None at first", between="a new tensor as mean", cuts=(2, 1))
+        for model in (MeanFromNone, MeanFromNoBuffer)
+    ),
     Case(AddsUpInAnAttribute, "a new attribute was taken for one that is there"),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),
     Case(NormTwice, "a BatchNorm used twice in one stage", cuts=(2, 1), slow=True),
