@@ -435,7 +435,7 @@ class SharesAScale(Between):
             x = super().forward(x)
             if not self.number:
                 self.shared.scale = 3.0
-            return x * self.shared.scale
+            return x if self.number == 1 else x * self.shared.scale
 
     def prepare(self) -> None:
         shared = SimpleNamespace(scale=1.0)
@@ -443,11 +443,20 @@ class SharesAScale(Between):
             block.shared, block.number = shared, number
 
 
-@pytest.mark.parametrize(("model", "same"), [(SharesAScale, False), (CountsInside, True)])
-def test_stages_see_only_what_they_themselves_leave_in_attributes(model: type[nn.Module], same: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "placement", "same"),
+    [
+        (SharesAScale, (0, 0, 1, 2, 2), False),
+        (SharesAScale, (0, 0, 1, 0, 0), True),
+        (CountsInside, (0, 0, 1, 2, 2), True),
+    ],
+)
+def test_stages_see_only_what_those_of_their_rank_leave_in_attributes(
+    model: type[nn.Module], placement: tuple[int, ...], same: bool
+) -> None:
     job = job_of(model)
     found = verification.compare_first(
-        job, even_plan(job, 3, microbatches=2, placement=(0, 0, 0)), capture_of(job), Options()
+        job, even_plan(job, 5, microbatches=2, placement=placement), capture_of(job), Options()
     )
     assert found.passed is same
 

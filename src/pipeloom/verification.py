@@ -591,7 +591,7 @@ def compare_first(
     """The first micro-batches of a job by the stages of a plan, on one rank, and by the module itself.
 
     Two are in flight at once, as in the plan, so that what one changes under the other shows; and what only
-    other stages leave in attributes is not seen. captured: as the ranks have it.  rows: see `verify`.
+    other ranks leave in attributes is not seen. captured: as the ranks have it.  rows: see `verify`.
     """
     order = flow_of(plan.stage_graph(captured.graph)).order
     parts = [f"{s}F{m}" for m in range(MICROBATCHES) for s in order]
@@ -600,7 +600,7 @@ def compare_first(
     plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s)
     sgd = replace(job, optimizer=None)
     threads = torch_threads(max(torch.get_num_threads(), usable_cores()))  # the other ranks wait meanwhile
-    with threads, captured.stages_apart():
+    with threads, captured.ranks_apart(plan.placement):
         return verify(sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 

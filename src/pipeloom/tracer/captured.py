@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -59,15 +60,16 @@ class Captured:
         self.put_back_attributes()
 
     @contextmanager
-    def stages_apart(self) -> Iterator[None]:
-        """In the block its stages have attributes of their own, see `Skeleton`."""
+    def ranks_apart(self, placement: Sequence[int]) -> Iterator[None]:
+        """In the block each rank's stages have attributes of their own, see `Skeleton`."""
         if self.cut is not None:
-            self.cut.skeleton.apart = self.put_back_attributes
+            self.cut.skeleton.ranks = placement
+            self.cut.skeleton.left = defaultdict(lambda: self.put_back_attributes)
         try:
             yield
         finally:
             if self.cut is not None:
-                self.cut.skeleton.apart = None
+                self.cut.skeleton.ranks, self.cut.skeleton.left = (), {}
 
     @property
     def draws_python_random(self) -> bool:

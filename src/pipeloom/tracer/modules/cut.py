@@ -328,7 +328,7 @@ def module_stage_functions(
         cut.skeleton.compile_units(eager={call.unit for call in cut.recording.calls if call.random})
     functions = _stage_functions(cut, graph, stages, index, device)
     trial_run(functions, cut.batch, torch.device(device))
-    functions.put_back = None
+    cut.skeleton.left.clear()  # what the trial has left
     return functions
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +71,7 @@ class ModuleFunctions(StageFunctions):
 
     values: what crosses.  updated: buffers that the forward changes.  trainable: FQNs.
     saved_inputs: received values and batch inputs that the last forward kept for the backward.
-    peaks: see `peak_bytes`; by a trial run.  put_back: see `_own_attributes`.
+    peaks: see `peak_bytes`; by a trial run.
     """
 
     job: Job
@@ -83,7 +83,6 @@ class ModuleFunctions(StageFunctions):
     autocast: Autocast | None
     saved_inputs: frozenset[str] = frozenset()
     peaks: dict[str, int] = field(default_factory=dict)
-    put_back: Callable[[], None] | None = None
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -303,13 +302,14 @@ class ModuleFunctions(StageFunctions):
 
     @contextmanager
     def _own_attributes(self) -> Iterator[None]:
-        """Where the skeleton keeps stages apart, attributes have the values that this stage has left."""
-        if self.skeleton.apart is None:
+        """Where the skeleton keeps ranks apart, attributes have the values that this stage's has left."""
+        if not self.skeleton.ranks:
             yield
             return
-        (self.put_back or self.skeleton.apart)()
+        rank = self.skeleton.ranks[self.index]
+        self.skeleton.left[rank]()
         yield
-        self.put_back = keep_attributes(self.skeleton.model)
+        self.skeleton.left[rank] = keep_attributes(self.skeleton.model)
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

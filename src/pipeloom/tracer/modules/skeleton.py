@@ -6,7 +6,7 @@ of each unit is replaced by one that calls a hook: that of the running `Intercep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,8 +58,8 @@ class Skeleton:
     intercept: what happens when a unit is called while a run of the forward is on; None if none is.
     rerun: what happens when one is called without a run: activation checkpointing calls units a second time
         in the backward. None: they just run.
-    apart: what gives attributes the Python values that the constructor left, where stages that share this
-        skeleton keep theirs to themselves, as on ranks of their own. None: they see each other's.
+    ranks: of the stages, where those of several share this skeleton, as they do not in a run. Each rank's
+        attributes have Python values of their own: `left` gives them those that its stages have left.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -72,7 +72,8 @@ class Skeleton:
         self.units: dict[str, ModuleUnit] = {}
         self.intercept: UnitHook | None = None
         self.rerun: UnitHook | None = None
-        self.apart: Callable[[], None] | None = None
+        self.ranks: Sequence[int] = ()
+        self.left: dict[int, Callable[[], None]] = {}
         self._canonical: dict[int, str] = {}
         self._resting: dict[str, Tensor] = {}
         self._below: dict[str, tuple[str, ...]] = {}
