@@ -167,9 +167,19 @@ def test_tensors_and_something_to_train_are_needed(model, batch, message: str) -
         capture(Job(model=model, batch=batch), 2)
 
 
-def test_parameters_may_be_parts_of_one_tensor() -> None:
-    """Here columns of one."""
-    assert not capture(job(partial(shared, lambda t: t.view(8, 32).chunk(2, 1))), 2).graph.fallback
+def in_one_buffer() -> nn.Module:
+    """Parameters and numbers of another size, one behind the other."""
+    model, base = Stack(), torch.zeros(2 * WIDTH)
+    model.blocks[0].net[2].bias = nn.Parameter(base[:WIDTH])
+    model.register_buffer("counts", base[WIDTH:].view(torch.int16))
+    return model
+
+
+@pytest.mark.parametrize(
+    "model", [partial(shared, lambda t: t.view(8, 32).chunk(2, 1)), in_one_buffer], ids=["columns", "sizes"]
+)
+def test_parameters_may_be_parts_of_one_tensor(model: Callable[[], nn.Module]) -> None:
+    assert not capture(job(model), 2).graph.fallback
 
 
 # Parameters that are not the model's.

@@ -182,29 +182,43 @@ def _refuse_shared_memory(model: nn.Module, job: Job) -> None:
 
     Raises: CaptureError for a parameter that learns and another tensor that has some of its elements.
     """
-    in_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in sorted(named, key=lambda item: not item[1].requires_grad):
-        in_storage.setdefault(StorageView.of(tensor).storage, []).append((name, tensor))
+    in_storage: dict[int, list[tuple[range, str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel():
+            storage = StorageView.of(tensor).storage
+            in_storage.setdefault(storage, []).append((_bytes_of(tensor), name, tensor))
     for tensors in in_storage.values():
-        first = tensors[0][1]
-        if len({id(tensor) for _, tensor in tensors}) == 1 or not first.requires_grad:
-            continue
-        size = first.untyped_storage().nbytes() // first.element_size()
-        owner = torch.zeros(size, dtype=torch.int32)  # of each element: number of the parameter, from 1
-        for number, (name, tensor) in enumerate(tensors, 1):
-            own = owner
-            if tensor.element_size() == first.element_size():
-                own = owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            if own.any():
-                other = tensors[int(own.max()) - 1][0]
-                raise CaptureError(
-                    f"{other} and {name} of {job.name}{at(own_definition(type(model)))} are two tensors in "
-                    "the same memory: of two ranks each would change its own",
-                    hint=f"make them one, as in self.b.weight = self.a.weight, or {name} in the forward",
-                )
-            if tensor.requires_grad:
-                own.fill_(number)
+        tensors.sort(key=lambda item: item[0].start)
+        for number, (span, name, tensor) in enumerate(tensors):
+            for other_span, other, second in tensors[number + 1 :]:
+                if other_span.start >= span.stop:
+                    break
+                learns = tensor.requires_grad or second.requires_grad
+                if learns and tensor is not second and _share_elements(tensor, second):
+                    first, last = (name, other) if tensor.requires_grad else (other, name)
+                    raise CaptureError(
+                        f"{first} and {last} of {job.name}{at(own_definition(type(model)))} are two tensors "
+                        "in the same memory: of two ranks each would change its own",
+                        hint=f"make them one, as in self.b.weight = self.a.weight, or {last} in the forward",
+                    )
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """From the first to the last byte of its storage that a tensor has."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+    return range(start, start + (last + 1) * size)
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Of two tensors whose bytes overlap, whether some are in both: not if their rows alternate."""
+    if first.element_size() != second.element_size():
+        return True
+    start = min(first.storage_offset(), second.storage_offset())
+    stop = max(_bytes_of(first).stop, _bytes_of(second).stop) // first.element_size()
+    taken = torch.zeros(stop - start, dtype=torch.bool)
+    taken.as_strided(first.shape, first.stride(), first.storage_offset() - start).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset() - start).any())
 
 
 def _refuse_backward_hooks(model: nn.Module, name: str) -> None:
