@@ -634,8 +634,8 @@ def _warn(job: Job, why: str) -> None:
 
 
 def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
-    """What a comparison holds for: the graph, how many stages, the modules' classes, the user's files, and
-    the versions.
+    """What a comparison holds for: the graph, the stages' ranks, the modules' classes, the user's files,
+    and the versions.
 
     With what ops are called with besides tensors: a loss that is a sum differs by that alone from a mean. And
     with classes by name, as two in one file may have the same graph, of which one trains otherwise.
@@ -643,7 +643,7 @@ def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
     kinds = {type(module) for module in captured.blueprint.model.modules()}
     files = {_file_of(thing) for thing in (*kinds, job.loss, job.model) if thing is not None}
     graph = (captured.graph.fingerprint, *(op.attributes for op in captured.graph.ops))
-    run = (*graph, len(plan.stages), captured.autocast, options.seed, *sorted(k.__qualname__ for k in kinds))
+    run = (*graph, plan.placement, captured.autocast, options.seed, *sorted(k.__qualname__ for k in kinds))
     return cache_key(*run, __version__, torch.__version__, *map(_digest, sorted(files)))
 
 
