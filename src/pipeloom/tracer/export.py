@@ -7,7 +7,6 @@ a buffer. Both are looked for while tracing.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 import warnings
@@ -236,19 +235,12 @@ class CallsWatched(TorchFunctionMode):
             )
 
 
-@cache
-def _parameters(func: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(func).parameters)
-    except (TypeError, ValueError):  # of a builtin
-        return ()
-
-
 def _changed_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call changes in place."""
-    if "inplace" in (parameters := _parameters(func)):  # F.relu(x, inplace=True)
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        return given.get(parameters[0]) if given.get("inplace") else None
+    code = getattr(func, "__code__", None)  # builtins have none
+    if code is not None and "inplace" in code.co_varnames:  # F.relu(x, inplace=True)
+        given = dict(zip(code.co_varnames, args, strict=False)) | kwargs
+        return given.get(code.co_varnames[0]) if given.get("inplace") else None
     if name in _IN_PLACE or (name[:1] != "_" and name[-1:] == "_" and name != "detach_"):
         return args[:1]
     return kwargs.get("out")

@@ -352,8 +352,8 @@ class Snapshot:
         fields = _fields(owner)
         if isinstance(owner, nn.Module):
             fields = {name: item for name, item in fields.items() if not _stays(item)}
-            empty = {name: None for name, buffer in owner._buffers.items() if buffer is None}
-            self._restores.append(partial(owner._buffers.update, empty))
+            for name in [name for name, buffer in owner._buffers.items() if buffer is None]:
+                self._restores.append(partial(setattr, owner, name, None))
         self._restores.append(partial(self._put_fields, owner, fields))
         kinds = [] if isinstance(owner, type) else _classes(owner)
         return _digest(
