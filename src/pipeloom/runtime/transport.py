@@ -8,8 +8,6 @@ with torch 2.11 and 2.13):
   the sends to it. Small ones are waited for at the end of the step: a thread's wake-up takes longer than
   they do.
 - An operation can be waited for once only; a second wait would not return.
-- To post a receive wakes threads of both ends. Where ranks compute on all cores, whoever posts is then often
-  kept off its core for 3 ms and more; so a thread posts them.
 - A wait whose time limit passes closes all connections of the group. A wait can therefore not be made in
   slices; but a short wait for a message that nobody sends ends all other waits of this process, and gloo's
   `abort()` does not.
@@ -176,7 +174,6 @@ class GlooTransport(Transport):
     def __init__(self, group: Group | None, make: MakeGroup) -> None:
         super().__init__(group, make)
         self._sending: dict[int, OneThread] = {}
-        self._posting = OneThread(f"pipeloom-receive-{self.rank}")
         # gloo's thread is not to be the last to let go of it.
         self._last_collective: dist.Work | None = None
 
@@ -196,8 +193,10 @@ class GlooTransport(Transport):
         return FutureTransfer(self._sending[target].submit(partial(work.wait, NO_LIMIT)))
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
-        group = self._group
-        return PostedTransfer(self._posting.submit(lambda: group.recv([buffer], source, _tag(index))))
+        try:
+            return GlooTransfer(self._group.recv([buffer], source, _tag(index)))
+        except RuntimeError as error:
+            return ended_transfer(error)
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         """The owner gathers all and adds, in rank order: gloo's own reduce sends up to twice the bytes. It
@@ -235,7 +234,7 @@ class GlooTransport(Transport):
                     group.recv([nobody_sends_this], peer, INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        for thread in (*self._sending.values(), self._posting):
+        for thread in self._sending.values():
             thread.close(CLOSING_S)
         self._last_collective = None
         self._open.clear()
@@ -272,24 +271,6 @@ class GlooTransfer:
             raise ConnectionError(_first_line(error)) from None
         self._done = True
         self._then()
-
-
-class PostedTransfer:
-    """An operation that another thread begins."""
-
-    def __init__(self, begun: Future[dist.Work]) -> None:
-        self._begun = begun
-        self._transfer: GlooTransfer | None = None
-
-    def done(self) -> bool:
-        return self._transfer is not None and self._transfer.done()
-
-    def wait(self, timeout_s: float) -> None:
-        try:
-            self._transfer = GlooTransfer(self._begun.result(timeout_s))
-        except RuntimeError as error:
-            raise ConnectionError(_first_line(error)) from None
-        self._transfer.wait(timeout_s)
 
 
 class FutureTransfer:
