@@ -107,7 +107,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     result = figures(*words, "--split-backward")
     assert result["passed"] and len(result["gradients"]) == len(result["parameters"]) == 8
     assert "equal within the tolerance 1e-05" in good(*words)
-    failed = run(*words, "--tolerance", "1e-30")
+    failed = run("verify", "mine.py:counting", *words[2:])
     assert failed.exit_code == 1 and "NOT equal" in failed.stdout and "hint: " in failed.stdout
 
 

@@ -19,7 +19,7 @@ from runs import assert_same, capture_of, each_rank, graph_of, pipelined, plain
 from torch import Tensor, nn
 
 from pipeloom import Job, planning
-from pipeloom.clusters.names import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from pipeloom.ir.memory_policy import Treatment
@@ -28,6 +28,8 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import CapturedModel, PlanRequest, traced_peaks
+from pipeloom.planner.joint.search import CLOSEST
+from pipeloom.planner.joint.search_record import searched_for
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planning import make_request
@@ -204,6 +206,41 @@ def test_sizes_that_are_named_for_a_global_batch_suit_the_replicas() -> None:
     with pytest.raises(ConfigError, match="10 rows") as caught:
         make_request(replicas=3, global_batch=10).sizes()
     assert "multiple of 3" in str(caught.value.hint)
+
+
+@pytest.mark.whole_search
+@pytest.mark.parametrize(
+    ("cluster", "count", "width"),
+    [
+        ("2 x a100-40", 8, 2),
+        (replace(find_cluster("2 x a100-40"), within_node=Link(bandwidth_bytes_per_s=1e8)), 8, 1),
+        ("2 x a100-40 with 400KiB", 8, 1),
+        ("2 x a100-40", 7, 1),
+    ],
+)
+def test_ranks_are_shared_out_as_makes_the_step_fastest(
+    cluster: str | Cluster, count: int, width: int
+) -> None:
+    """Replicas of the whole model; but not where sums take long, they do not fit, or one would get more."""
+    how: dict[str, Any] = {"captured": capture_of(GPT), "microbatch_size": 2, "treatments": "none"}
+    how |= {"cluster": cluster, "microbatches": count}
+    plan = planning.plan(GPT, **how)
+    assert (plan.width, plan.ranks, len(plan.schedule_rows)) == (width, 2, 2)
+    told = searched_for(plan)
+    assert told is not None and told["widths"][str(width)] == plan.predicted_step_s
+    assert plan.predicted_step_s == min(s for s in told["widths"].values() if not isinstance(s, str))
+
+
+@pytest.mark.slow
+@pytest.mark.whole_search
+def test_some_pipelines_side_by_side_are_faster_than_one_and_than_replicas_of_the_model() -> None:
+    how: dict[str, Any] = {"captured": capture_of(GPT), "microbatch_size": 2, "microbatches": 8}
+    cluster = "2 nodes of 2 x v100-16"
+    plan = planning.plan(GPT, cluster=cluster, **how)
+    shapes = [planning.plan(GPT, cluster=cluster, ranks=4 // w, replicas=w, **how) for w in (1, 2, 4)]
+    fastest = min(shapes, key=lambda shape: shape.predicted_step_s)
+    assert plan.width == fastest.width
+    assert plan.predicted_step_s <= fastest.predicted_step_s * (1 + CLOSEST)
 
 
 def test_what_replicas_send_each_other_after_an_update_takes_its_time() -> None:

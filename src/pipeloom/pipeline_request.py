@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .ir.errors import ConfigError, did_you_mean
 from .ir.plan import Plan
-from .plan_settings import PlanSettings
+from .plan_settings import SHAPE, PlanSettings
 from .planning import capture, plan_here, refuse_names
 from .ranks import rank_device, result_of_rank_0
 from .run_options import Options
@@ -137,7 +137,8 @@ def plan_on_rank_0(
 
     def make() -> Plan:
         _log.info("planning %s for %d ranks", job.name, count)
-        plan = plan_here(job, settings, captured, device=device.type)
+        shares_out = not asked.plan_settings.keys() & set(SHAPE)
+        plan = plan_here(job, settings, captured, device=device.type, shares_out=shares_out)
         stages, step_ms = len(plan.stages), 1e3 * plan.predicted_step_s
         _log.info("planned: %d stages, %s, %.1f ms a step predicted", stages, plan.schedule, step_ms)
         return plan

@@ -17,11 +17,12 @@ from .ir.text import format_bytes, show_time
 from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
 from .plan_settings import PlanSettings
-from .planner.joint.search_record import INTERRUPTED, searched_for
+from .planner.joint.search import CLOSEST
+from .planner.joint.search_record import INTERRUPTED, notes_of_widths, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
-from .planner.planners import chooses, first_way, make_plan, ways_of
+from .planner.planners import chooses, first_way, make_plan, shares_out, ways_of
 from .planner.refusals import closely
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
@@ -332,6 +333,50 @@ class PlanRequest:
 
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
         """
+        if shares_out(self.options) and not model.graph.together:
+            return self._plan_shared_out(model, explained)
+        return self._plan_shape(model, explained)
+
+    def _plan_shared_out(self, model: ProfiledModel, explained: bool) -> Plan:
+        """The fastest plan of one pipeline on all ranks, or of several side by side.
+
+        Replicas of the whole model come first: their plan takes no time, and if it is close to the bound no
+        other is looked for. Of the widths between a quick planner chooses one.
+        """
+        ranks, count, until = self.options.ranks, self.microbatches_of(model.size), self.until
+        found, refused = dict[int, Plan](), dict[int, PipeloomError]()
+        between = [width for width in divisors(ranks)[1:-1] if count % width == 0]
+
+        def shaped(width: int, share: float = 1.0) -> PlanRequest:
+            """share: of the time that is left."""
+            now, shape = time.monotonic(), {"ranks": ranks // width, "replicas": width}
+            return self.limited_to(now + share * (until - now)).changed(**shape, shares_out=False)
+
+        def search(width: int, share: float = 1.0) -> None:
+            try:
+                found[width] = shaped(width, share)._plan_shape(model, explained and width == 1)
+            except (PlanError, ScheduleError) as error:
+                refused[width] = error
+
+        def told(width: int) -> Mapping[str, Any]:
+            return (searched_for(found[width]) if width in found else None) or {"gap": inf, "ended": ""}
+
+        if count % ranks == 0:
+            search(ranks)
+        if told(ranks)["gap"] > max(CLOSEST, self.options.simpler_within):
+            search(1, 1 / 2 if between else 1.0)
+            if told(1)["ended"] != INTERRUPTED:
+                quick = (shaped(width, 1 / 2).for_advice for width in between)
+                guess = fastest(fitting(quick, lambda way: way._plan_shape(model, False)))
+                if guess is not None:
+                    search(guess[1].options.replicas)
+        best = fastest((plan, width) for width, plan in found.items())
+        if best is None:
+            raise refused[1]
+        return replace(best[0], notes={**best[0].notes, **notes_of_widths(found, refused)})
+
+    def _plan_shape(self, model: ProfiledModel, explained: bool) -> Plan:
+        """With as many ranks and replicas as the options say."""
         options = self.options
         refuse_replicas(options, self.cluster)
         refuse_by_delay(options)
@@ -433,7 +478,7 @@ class PlanRequest:
     @property
     def for_advice(self) -> PlanRequest:
         """The same, unwatched, and faster: a planner of one schedule in place of one that tries many."""
-        return replace(self, options=first_way(self.options), watch=None)
+        return replace(self, options=first_way(self.options).changed(shares_out=False), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
         return next(fitting([model], self.any_plan), None) is not None
@@ -444,14 +489,15 @@ class PlanRequest:
         if (told := searched_for(plan)) is not None and told["ended"] == INTERRUPTED:
             return []  # nor is the user to wait for this
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
-        same = replace(self, watch=None)
+        width, ranks = plan.width, plan.ranks // plan.width
+        same = replace(self, watch=None).changed(ranks=ranks, replicas=width, shares_out=False)
         if chooses(self.options):
-            names = dict.fromkeys((schedule, parse_name(schedule).plain(self.options.ranks)))
+            names = dict.fromkeys((schedule, parse_name(schedule).plain(ranks)))
             same = same.changed(schedules=tuple(names))
 
-        clusters, ranks = dict(changed_clusters(self.cluster)), self.options.ranks
+        clusters = dict(changed_clusters(self.cluster))
         wider = one_more(self.cluster, ranks)
-        if not self.local and self.options.replicas == 1:
+        if not self.local and width == 1:
             clusters["one more device"] = wider
         if (limit_s := self.options.time_limit) is not None:  # for all of them together
             same = same.changed(time_limit=max(1, limit_s // len(clusters)))

@@ -26,6 +26,9 @@ DEFAULT_SCHEDULE = "1f1b"
 RANKS = 2
 """Of a pipeline on this machine, unless it is said."""
 
+SHAPE = "ranks", "replicas"
+"""Settings that follow from others where they are not given."""
+
 TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -76,7 +79,10 @@ class PlanSettings:
         most=MOST_DEVICES,
     )
     replicas: int = setting(
-        1, "Pipelines side by side: replicas of every stage, each on a rank of its own.", least=1
+        None,
+        "Pipelines side by side: replicas of every stage, each on a rank of its own. By default 1; but where "
+        "--ranks is not given either, planner auto shares out the ranks as makes the step fastest.",
+        least=1,
     )
     schedule: str | None = setting(
         None,
@@ -165,9 +171,11 @@ class PlanSettings:
         for one in fields(PlanSettings):
             _refuse_value(one.name, getattr(self, one.name), **one.metadata)
         refuse_types(self, PlanSettings)
-        said: int | None = self.ranks
-        vars(self)["_ranks_said"] = said is not None  # so that another cluster brings its own
-        if said is None:
+        unsaid = {name: None for name in SHAPE if getattr(self, name) is None}
+        vars(self)["_unsaid"] = unsaid  # so that another cluster brings its own
+        if "replicas" in unsaid:
+            vars(self)["replicas"] = 1
+        if "ranks" in unsaid:
             cluster = self.described
             vars(self)["ranks"] = RANKS if cluster is None else max(1, len(cluster.devices) // self.replicas)
         if self.devices > MOST_DEVICES:
@@ -205,8 +213,13 @@ class PlanSettings:
                     f"there is no setting {name} of a plan",
                     hint=did_you_mean(name, known, f"there are {', '.join(known)}"),
                 )
-        by_cluster = {} if vars(self)["_ranks_said"] else {"ranks": None}
-        return replace(self, **by_cluster | changes)
+        return replace(self, **self.unsaid | changes)
+
+    @property
+    def unsaid(self) -> dict[str, None]:
+        """Those of `SHAPE` that were not given."""
+        unsaid: dict[str, None] = vars(self)["_unsaid"]
+        return unsaid
 
     @property
     def described(self) -> Cluster | None:

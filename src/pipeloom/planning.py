@@ -27,7 +27,7 @@ from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import COMPILED, CapturedModel, PlanRequest, fastest, fitting
-from .plan_settings import PlanSettings
+from .plan_settings import SHAPE, PlanSettings
 from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
@@ -283,9 +283,17 @@ SIMPLER_WITHIN = 0.05
 
 
 def make_request(
-    settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
+    settings: PlanSettings | None = None,
+    *,
+    watch: SearchWatch | None = None,
+    shares_out: bool = False,
+    **changes: Any,
 ) -> PlanRequest:
-    """What settings mean on this machine; see `plan`. watch: told how the search goes on."""
+    """What settings mean on this machine; see `plan`.
+
+    watch: told how the search goes on.  shares_out: `ranks` are those that were started, which may be shared
+        out among replicas.
+    """
     settings = (settings or PlanSettings()).changed(**changes)
     refuse_names(settings)
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
@@ -294,6 +302,7 @@ def make_request(
     options = PlanOptions(
         **{one.name: getattr(settings, one.name) for one in fields(PlanSettings)},
         simpler_within=SIMPLER_WITHIN if settings.cluster is None else 0.0,
+        shares_out=shares_out or set(SHAPE) == settings.unsaid.keys(),
     )
     if settings.schedule is not None or not chooses(options):
         options = replace(
@@ -360,12 +369,15 @@ def plan_size(
     return plan_with_advice(request, model, largest), model
 
 
-def plan_here(job: Job, settings: PlanSettings, captured: Captured, *, device: str) -> Plan:
+def plan_here(
+    job: Job, settings: PlanSettings, captured: Captured, *, device: str, shares_out: bool = False
+) -> Plan:
     """The plan for this machine's devices, as kept of the last day or made now.
 
     captured: for `device`, a type that torch knows; of several sequence lengths, of any.
+    shares_out: see `make_request`.
     """
-    request = make_request(settings)
+    request = make_request(settings, shares_out=shares_out)
     options = request.options
 
     def make() -> Plan:

@@ -1,9 +1,13 @@
 """Jobs of a user's own file: `commands.prepare` copies it to where commands run, as `mine.py`."""
 
+from itertools import count
+
 import torch
 from torch import nn
 
 from pipeloom import Job
+
+CALLS = count(1)
 
 
 class Net(nn.Module):
@@ -24,6 +28,13 @@ class Net(nn.Module):
 class Deeper(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.layers[0](x))
+
+
+class Counting(Net):
+    """Each call has another factor, which no capture can know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * next(CALLS)
 
 
 class Classifier(Net):
@@ -66,6 +77,10 @@ def job() -> Job:
 
 def other() -> Job:
     return Job(name="other", model=lambda: Deeper(*[8] * 5), batch=batch)
+
+
+def counting() -> Job:
+    return Job(name="counting", model=lambda: Counting(*[8] * 5), batch=batch)
 
 
 def wide() -> Job:

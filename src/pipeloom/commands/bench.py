@@ -91,8 +91,8 @@ def bench(
         "predicted_step_s": predicted_s,
         "predicted_by": "rehearsal" if rehearses else "profile",
         "peak_bytes": reports[-1].peak_bytes,
-        "ranks": settings.ranks,
-        "replicas": settings.replicas,
+        "ranks": plan.ranks // plan.width,
+        "replicas": plan.width,
         "schedule": plan.schedule,  # which the planner may have chosen
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,

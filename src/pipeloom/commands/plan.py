@@ -190,7 +190,7 @@ def _plan(
                 "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
             )
         cluster = replace(cluster, devices=cluster.devices[: settings.ranks])
-        settings = settings.changed(cluster=pair_low_with_high(cluster))
+        settings = settings.changed(cluster=pair_low_with_high(cluster), ranks=settings.ranks)
     why_not = "" if rehearse else "--no-rehearse was given"
     if settings.cluster is not None:
         why_not = DESCRIBED

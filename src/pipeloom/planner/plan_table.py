@@ -336,11 +336,12 @@ def limits(plan: Plan) -> list[str]:
             f"{plan.schedule} runs micro-batches in {plan.replicas} directions: each stage is on as many "
             "ranks, which sum its gradients"
         )
-        if len(holders := [s for s, part in enumerate(plan.stages) if part.memory.parameters]) == 1:
-            said.append(
-                f"stage {holders[0]} has all parameters, so this is data parallelism: {plan.replicas} ranks "
-                "hold the whole model each, and share out the micro-batches"
-            )
+    holders = [s for s, part in enumerate(plan.stages) if part.memory.parameters]
+    if plan.replicas > 1 and len(holders) == 1:
+        said.append(
+            f"stage {holders[0]} has all parameters, so this is data parallelism: {plan.replicas} ranks hold "
+            "the whole model each, and share out the micro-batches"
+        )
     if EQUAL_TIMES in plan.notes:
         said.append(
             f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "

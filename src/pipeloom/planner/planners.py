@@ -81,6 +81,7 @@ class JointPlanner:
     orders: whether orders are tried that are no schedule of the library.
     one: plans for one schedule, the usual one if none is named.
     side_by_side: begins with stages that form a DAG, and says what the best chain takes.
+    widths: whether there may be several pipelines side by side.
     """
 
     schedules: Callable[[Request], tuple[str, ...]] | None = None
@@ -89,6 +90,7 @@ class JointPlanner:
     orders: bool = True
     one: bool = False
     side_by_side: bool = False
+    widths: bool = False
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
         """Raises: as `make_plan`."""
@@ -250,7 +252,7 @@ def make_plan(
 
 PLANNERS: dict[str, Planner] = {
     "auto": Planner(
-        plan=JointPlanner(),
+        plan=JointPlanner(widths=True),
         granularity="op",
         optimises="always",
         source="this project",
@@ -390,6 +392,14 @@ def searches(name: str) -> bool:
 def chooses(options: PlanOptions) -> bool:
     """Whether the planner chooses the schedule."""
     return searches(options.planner) and options.schedule is None
+
+
+def shares_out(options: PlanOptions) -> bool:
+    """Whether the planner looks for the fastest number of pipelines side by side. Other engines, for which
+    whole modules are planned, set that up themselves."""
+    plan, open_still = planner(options.planner).plan, options.shares_out and not options.shard_optimizer
+    chosen = open_still and options.fastest and options.granularity == "op" and chooses(options)
+    return isinstance(plan, JointPlanner) and plan.widths and chosen
 
 
 def first_way(options: PlanOptions, by: str = "dawnpiper") -> PlanOptions:

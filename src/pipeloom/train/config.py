@@ -222,7 +222,8 @@ def key_of(override: Override) -> str:
 
 def write_config(config: Config) -> str:
     """The whole config as TOML, defaults included; `read_config` gives it back. Where the rows of a step say
-    how many micro-batches there are, no other number stands beside them.
+    how many micro-batches there are, no other number stands beside them; nor ranks or replicas that a planner
+    may still choose.
 
     >>> print(write_config(Config()).partition("[")[0].rstrip())
     name = "gpt"
@@ -240,6 +241,8 @@ def write_config(config: Config) -> str:
     plain = _without_none(dataclasses.asdict(config))
     if config.pipeline.global_batch is not None:
         del plain["pipeline"]["microbatches"]
+    for name in config.pipeline.unsaid:
+        del plain["pipeline"][name]
     return tomli_w.dumps(plain)
 
 

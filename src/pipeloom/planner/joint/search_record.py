@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from ...ir.errors import PipeloomError
 from ...ir.plan import Plan
 from ...ir.text import show_time
 
 PREFIX = "search."
 
-KINDS = "planners", "schedules", "gained", "tried", "died", "passed_over"
+KINDS = "planners", "schedules", "gained", "tried", "died", "passed_over", "widths"
 """The tables of a record."""
 
 SPENT, INTERRUPTED = "budget spent", "interrupted"
@@ -25,8 +26,9 @@ class SearchRecord:
     the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
     each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.
     passed_over: seconds of the best step in schedules for which a simpler plan was taken, see
-    `PlanOptions.simpler_within`.  bound_s: no step is shorter.  ended: converged, `SPENT` on other
-    candidates, time limit, or `INTERRUPTED` by Ctrl-C.
+    `PlanOptions.simpler_within`.  widths: seconds of the best step of each number of pipelines side by side,
+    or why there is none; empty where it was given.  bound_s: no step is shorter.  ended: converged, `SPENT`
+    on other candidates, time limit, or `INTERRUPTED` by Ctrl-C.
     """
 
     planners: dict[str, float | str] = field(default_factory=dict)
@@ -35,6 +37,7 @@ class SearchRecord:
     gained: dict[str, float] = field(default_factory=dict)
     died: Counter[str] = field(default_factory=Counter)
     passed_over: dict[str, float | str] = field(default_factory=dict)
+    widths: dict[str, float | str] = field(default_factory=dict)
     bound_s: float = 0.0
     ended: str = "converged"
 
@@ -51,6 +54,15 @@ class SearchRecord:
         for kind in KINDS:
             told |= {f"{kind}.{name}": _text(value) for name, value in getattr(self, kind).items()}
         return {f"{PREFIX}{key}": text for key, text in told.items()}
+
+
+def notes_of_widths(found: Mapping[int, Plan], refused: Mapping[int, PipeloomError]) -> dict[str, str]:
+    """For the fastest of some plans, by how many pipelines they have side by side."""
+    tried = {width: repr(plan.predicted_step_s) for width, plan in found.items()}
+    tried |= {width: error.message for width, error in refused.items()}
+    bound = f"{PREFIX}bound_s"
+    least = min((plan.notes[bound] for plan in found.values()), key=float)
+    return {f"{PREFIX}widths.{width}": tried[width] for width in sorted(tried)} | {bound: least}
 
 
 def _text(value: float | str) -> str:
@@ -84,7 +96,10 @@ SHOWN = 6
 
 def sentences(told: Mapping[str, Any]) -> list[str]:
     """A record for a screen."""
-    said = [f"planners: {_steps(told['planners'])}"] if told["planners"] else []
+    widths = {"one pipeline" if w == "1" else f"{w} side by side": s for w, s in told["widths"].items()}
+    said = [f"pipelines: {_steps(widths)}"] if widths else []
+    if told["planners"]:
+        said.append(f"planners: {_steps(told['planners'])}")
     if told["schedules"]:
         said.append(f"schedules: {_steps(told['schedules'])}")
     if told["passed_over"]:
@@ -100,7 +115,8 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
     gap = "" if told["gap"] is None else f"; no step is shorter than {show_time(told['bound_s'])}, "
     gap += "" if told["gap"] is None else f"the gap is {max(0.0, told['gap']):.1%}"
     said.append(f"search: {tried:.0f} simulated, {died:.0f} not worth it, {told['ended']}{gap}")
-    refused = {n: why for table in ("planners", "schedules") for n, why in told[table].items() if _no(why)}
+    tables = widths, told["planners"], told["schedules"]
+    refused = {name: why for table in tables for name, why in table.items() if _no(why)}
     listed = list(refused.items())[:SHOWN]
     said += [f"refused: {name}: {why}" for name, why in listed]
     if len(refused) > len(listed):
