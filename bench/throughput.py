@@ -9,7 +9,7 @@ shared cores the ratio of one round varies by 15 %: ratios are medians over many
 once" are two of "one process": what the cores of this machine take from each other bounds every pipeline
 (`limit_here`).
 
-    python bench/throughput.py [--microbatches 8 16] [--launches 4] [--rounds 14]
+    python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 10]
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ def main(counts: list[int], launches: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--launches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=14, help="of each launch")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=10, help="of each launch")
     parser.add_argument("--party", choices=PARTIES, help=argparse.SUPPRESS)
     parser.add_argument("--conductor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

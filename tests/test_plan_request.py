@@ -231,6 +231,52 @@ def test_ranks_are_shared_out_as_makes_the_step_fastest(
     assert plan.predicted_step_s == min(s for s in told["widths"].values() if not isinstance(s, str))
 
 
+@pytest.mark.whole_search
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"ranks": 2},
+        {"replicas": 1},
+        {"cluster": "a100-40"},
+        {"cluster": "a100-40 + v100-16"},
+        {"schedule": "1f1b"},
+        {"planner": "exact"},
+        {"chunks": 2},
+        {"weights": "2bw"},
+        {"shard_optimizer": True},
+        {"granularity": "module"},
+    ],
+)
+def test_who_asks_for_a_pipeline_gets_one(said: dict[str, Any]) -> None:
+    assert make_request(cluster="2 x a100-40", weights="flush").shares_out
+    assert not make_request(**{"cluster": "2 x a100-40"} | said).shares_out
+
+
+class Impatient:
+    """Ctrl-C when the search of another number of pipelines begins."""
+
+    seen = False
+
+    def weighed(self, count: int) -> None:
+        pass
+
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
+        if best is None and self.seen:
+            raise KeyboardInterrupt
+        self.seen |= best is not None
+
+
+@pytest.mark.whole_search
+def test_a_plan_that_was_found_is_taken_after_ctrl_c() -> None:
+    captured = capture_of(GPT)
+    how: dict[str, Any] = {"cluster": "2 x a100-40", "microbatches": 8, "microbatch_size": 2}
+    request = make_request(watch=Impatient(), **how)
+    plan, model = planning.plan_size(request, GPT, captured=captured)
+    told = searched_for(plan)
+    assert told is not None and told["ended"] == "interrupted" and list(told["widths"]) == ["2"]
+    assert not request.changes(plan, model)
+
+
 @pytest.mark.slow
 @pytest.mark.whole_search
 def test_some_pipelines_side_by_side_are_faster_than_one_and_than_replicas_of_the_model() -> None:

@@ -18,7 +18,7 @@ from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
 from .plan_settings import PlanSettings
 from .planner.joint.search import CLOSEST
-from .planner.joint.search_record import INTERRUPTED, notes_of_widths, searched_for
+from .planner.joint.search_record import ENDED, INTERRUPTED, notes_of_widths, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
@@ -333,9 +333,15 @@ class PlanRequest:
 
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
         """
-        if shares_out(self.options) and not model.graph.together:
+        if self.shares_out and not model.graph.together:
             return self._plan_shared_out(model, explained)
         return self._plan_shape(model, explained)
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether the planner looks for the fastest number of pipelines side by side, equal ones."""
+        alike = len({device.name for device in self.cluster.devices[: self.options.ranks]}) == 1
+        return alike and shares_out(self.options)
 
     def _plan_shared_out(self, model: ProfiledModel, explained: bool) -> Plan:
         """The fastest plan of one pipeline on all ranks, or of several side by side.
@@ -344,7 +350,7 @@ class PlanRequest:
         other is looked for. Of the widths between a quick planner chooses one.
         """
         ranks, count, until = self.options.ranks, self.microbatches_of(model.size), self.until
-        found, refused = dict[int, Plan](), dict[int, PipeloomError]()
+        found, refused, ended = dict[int, Plan](), dict[int, PipeloomError](), list[str]()
         between = [width for width in divisors(ranks)[1:-1] if count % width == 0]
 
         def shaped(width: int, share: float = 1.0) -> PlanRequest:
@@ -352,28 +358,57 @@ class PlanRequest:
             now, shape = time.monotonic(), {"ranks": ranks // width, "replicas": width}
             return self.limited_to(now + share * (until - now)).changed(**shape, shares_out=False)
 
+        def in_time() -> bool:
+            return not found or (time.monotonic() < until and INTERRUPTED not in ended)
+
+        def guess() -> None:
+            """By a quick planner, from narrow to wide up to the first that is slower than the one before."""
+            best: Plan | None = None
+            for width in between:
+                if not in_time():
+                    break
+                try:
+                    plan = shaped(width, 1 / 2).for_advice._plan_shape(model, False)
+                except (PlanError, ScheduleError):
+                    continue
+                ended.append(plan.notes.get(ENDED, ""))
+                if best is not None and plan.predicted_step_s >= best.predicted_step_s:
+                    break
+                best = replace(plan, planner=self.options.planner)
+            if best is not None:
+                found[best.width] = best
+
         def search(width: int, share: float = 1.0) -> None:
             try:
-                found[width] = shaped(width, share)._plan_shape(model, explained and width == 1)
+                plan = shaped(width, share)._plan_shape(model, explained and width == 1 and not found)
             except (PlanError, ScheduleError) as error:
                 refused[width] = error
+                return
+            ended.append(plan.notes.get(ENDED, ""))
+            if width not in found or plan.predicted_step_s < found[width].predicted_step_s:
+                found[width] = plan
 
-        def told(width: int) -> Mapping[str, Any]:
-            return (searched_for(found[width]) if width in found else None) or {"gap": inf, "ended": ""}
+        def close(width: int) -> bool:
+            told = searched_for(found[width]) if width in found else None
+            return told is not None and (told["gap"] or 0.0) <= max(CLOSEST, self.options.simpler_within)
 
-        if count % ranks == 0:
-            search(ranks)
-        if told(ranks)["gap"] > max(CLOSEST, self.options.simpler_within):
-            search(1, 1 / 2 if between else 1.0)
-            if told(1)["ended"] != INTERRUPTED:
-                quick = (shaped(width, 1 / 2).for_advice for width in between)
-                guess = fastest(fitting(quick, lambda way: way._plan_shape(model, False)))
-                if guess is not None:
-                    search(guess[1].options.replicas)
+        try:
+            if count % ranks == 0:
+                search(ranks)
+            if in_time() and not close(ranks):
+                search(1, 1 / 2 if between else 1.0)
+                guess()
+                for width in sorted(set(between) & set(found)):
+                    if in_time():
+                        search(width)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            ended.append(INTERRUPTED)
         best = fastest((plan, width) for width, plan in found.items())
         if best is None:
             raise refused[1]
-        return replace(best[0], notes={**best[0].notes, **notes_of_widths(found, refused)})
+        return replace(best[0], notes={**best[0].notes, **notes_of_widths(found, refused, ended)})
 
     def _plan_shape(self, model: ProfiledModel, explained: bool) -> Plan:
         """With as many ranks and replicas as the options say."""

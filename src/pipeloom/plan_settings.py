@@ -72,8 +72,8 @@ class PlanSettings:
 
     ranks: int = setting(
         None,
-        "Ranks of a pipeline; by default the cluster's devices, shared among replicas, and 2 without a "
-        "cluster. A schedule puts one stage on each, or several: see --chunks.",
+        "Ranks of a pipeline; by default the devices of the cluster, or 2 without one, shared among replicas. "
+        "A schedule puts one stage on each, or several: see --chunks.",
         short="-p",
         least=1,
         most=MOST_DEVICES,
@@ -217,7 +217,7 @@ class PlanSettings:
 
     @property
     def unsaid(self) -> dict[str, None]:
-        """Those of `SHAPE` that were not given."""
+        """Those of `SHAPE` that were not given. `changed` keeps them open, `dataclasses.replace` does not."""
         unsaid: dict[str, None] = vars(self)["_unsaid"]
         return unsaid
 

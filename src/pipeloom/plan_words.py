@@ -66,7 +66,8 @@ def best_words(
     options = request.options
     if options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
-    refuse_nonsense(whole.graph, request.cluster, options.ranks, options.named_schedule)
+    if not request.shares_out:
+        refuse_nonsense(whole.graph, request.cluster, options.ranks, options.named_schedule)
     quick, limit_s = request.for_advice, options.time_limit
     if limit_s is not None:
         request = request.changed(time_limit=max(1, limit_s // 3))

@@ -20,6 +20,7 @@ from ..ir.errors import PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
+from ..ir.weight_policies import FLUSH, WEIGHT_POLICIES
 from ..schedules.registry import with_chunks
 from .candidate import Candidate
 from .joint.axes import AXES
@@ -396,10 +397,12 @@ def chooses(options: PlanOptions) -> bool:
 
 def shares_out(options: PlanOptions) -> bool:
     """Whether the planner looks for the fastest number of pipelines side by side. Other engines, for which
-    whole modules are planned, set that up themselves."""
-    plan, open_still = planner(options.planner).plan, options.shares_out and not options.shard_optimizer
-    chosen = open_still and options.fastest and options.granularity == "op" and chooses(options)
-    return isinstance(plan, JointPlanner) and plan.widths and chosen
+    whole modules are planned, set that up themselves; several stages on a rank, or late gradients, ask for a
+    pipeline."""
+    plan, several = planner(options.planner).plan, options.ranks > 1 and options.chunks in (None, 1)
+    flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes and not options.shard_optimizer
+    chosen = options.shares_out and options.fastest and options.granularity == "op" and chooses(options)
+    return isinstance(plan, JointPlanner) and plan.widths and chosen and several and flushes
 
 
 def first_way(options: PlanOptions, by: str = "dawnpiper") -> PlanOptions:

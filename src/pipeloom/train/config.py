@@ -238,12 +238,16 @@ def write_config(config: Config) -> str:
     """
     import tomli_w  # only `pipeloom train` writes a config
 
-    plain = _without_none(dataclasses.asdict(config))
-    if config.pipeline.global_batch is not None:
-        del plain["pipeline"]["microbatches"]
-    for name in config.pipeline.unsaid:
+    return tomli_w.dumps(_without_none(as_dict(config)))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Its values by name, as a user may say them."""
+    plain = dataclasses.asdict(config)
+    derived = [*config.pipeline.unsaid, *["microbatches"] * (config.pipeline.global_batch is not None)]
+    for name in derived:
         del plain["pipeline"][name]
-    return tomli_w.dumps(plain)
+    return plain
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..viewer.stage_graph import stage_edges
 from ..viewer.table import Table
 from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import report
-from .config import Config
+from .config import Config, as_dict
 from .loop import TrainOutcome
 from .run_directory import TIMELINES
 
@@ -84,7 +84,7 @@ class RunReport:
             stages=stage_rows(self.graph, self.plan),
             edges=stage_edges(self.plan.stage_graph(self.graph)),
             losses=self.outcome.losses,
-            config=msgspec.to_builtins(asdict(self.config)),
+            config=msgspec.to_builtins(as_dict(self.config)),
             caps=self.plan.caps,
             explanations=explain_steps(self.plan, self.graph, timelines),
             note=str(self),

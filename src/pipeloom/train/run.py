@@ -165,7 +165,7 @@ def refuse_unused(overrides: tuple[Override, ...], config: Config, *, own_optimi
 def _planned_from(config: Config) -> tuple[object, ...]:
     """What planning reads. A resumed run may change all the rest and keep its plan."""
     pipeline = replace(config.pipeline, compile=False, offload_dir=None, timeout_s=300.0)
-    return pipeline, config.model, config.job
+    return pipeline, config.pipeline.unsaid, config.model, config.job
 
 
 def _named(config: Config) -> Config:

@@ -48,7 +48,7 @@ from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .bound import bound_s
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
-from .search_record import INTERRUPTED, SPENT, SearchRecord
+from .search_record import INTERRUPTED, SPENT, TIME_LIMIT, SearchRecord
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -407,7 +407,7 @@ class JointSearch:
         try:
             self._search()
         except TimeIsUp:
-            self.record.ended = "time limit"
+            self.record.ended = TIME_LIMIT
         except KeyboardInterrupt:
             if self.best is None:
                 raise

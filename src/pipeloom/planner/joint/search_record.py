@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -17,7 +17,10 @@ PREFIX = "search."
 KINDS = "planners", "schedules", "gained", "tried", "died", "passed_over", "widths"
 """The tables of a record."""
 
-SPENT, INTERRUPTED = "budget spent", "interrupted"
+SPENT, INTERRUPTED, TIME_LIMIT = "budget spent", "interrupted", "time limit"
+
+ENDED = f"{PREFIX}ended"
+"""Note of how a search ended."""
 
 
 @dataclass
@@ -56,13 +59,17 @@ class SearchRecord:
         return {f"{PREFIX}{key}": text for key, text in told.items()}
 
 
-def notes_of_widths(found: Mapping[int, Plan], refused: Mapping[int, PipeloomError]) -> dict[str, str]:
-    """For the fastest of some plans, by how many pipelines they have side by side."""
+def notes_of_widths(
+    found: Mapping[int, Plan], refused: Mapping[int, PipeloomError], ended: Sequence[str]
+) -> dict[str, str]:
+    """For the fastest of some plans, by how many pipelines they have side by side. ended: each search."""
     tried = {width: repr(plan.predicted_step_s) for width, plan in found.items()}
     tried |= {width: error.message for width, error in refused.items()}
     bound = f"{PREFIX}bound_s"
     least = min((plan.notes[bound] for plan in found.values()), key=float)
-    return {f"{PREFIX}widths.{width}": tried[width] for width in sorted(tried)} | {bound: least}
+    worst = next((end for end in (INTERRUPTED, TIME_LIMIT, SPENT) if end in ended), "converged")
+    widths = {f"{PREFIX}widths.{width}": tried[width] for width in sorted(tried)}
+    return widths | {bound: least, ENDED: worst}
 
 
 def _text(value: float | str) -> str:
