@@ -72,7 +72,7 @@ class PlanSettings:
 
     ranks: int = setting(
         None,
-        "Ranks of a pipeline; by default the devices of the cluster, or 2 without one, shared among replicas. "
+        "Ranks of a pipeline; by default the devices of a cluster, or 2 without one, shared among replicas. "
         "A schedule puts one stage on each, or several: see --chunks.",
         short="-p",
         least=1,
