@@ -13,7 +13,7 @@ from pipeloom.viewer.labels import COLOURS, OTHER, colour, group_name, label
         ("0SEND_F2>1", "SEND", "2", "stage 0 sends the outputs of micro-batch 2 to stage 1"),
         ("0RECV_B2<1", "wait", "2", "stage 0 waits for the gradients of micro-batch 2 from stage 1"),
         ("3STEP", "STEP", "", "stage 3: optimizer step"),
-        ("3REDUCE", "REDUCE", "", "stage 3: sum tied gradients"),
+        ("3REDUCE", "REDUCE", "", "stage 3: sum gradients over ranks"),
     ],
 )
 def test_an_action_is_told_in_words(action: str, group: str, short: str, meaning: str) -> None:

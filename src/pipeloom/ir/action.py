@@ -91,7 +91,7 @@ KINDS: dict[Kind, ActionKind] = {
     RECV_F: _transfer(label="wait for a message", stream="recv"),
     SEND_B: _transfer(label="send", stream="send"),
     RECV_B: _transfer(label="wait for a message", stream="recv"),
-    REDUCE: _stage_wide(label="sum tied gradients", stream="recv"),
+    REDUCE: _stage_wide(label="sum gradients over ranks", stream="recv"),
     STEP: _stage_wide(label="optimizer step", seconds="step_s"),
     OFFLOAD: _treatment(label="offload", stream="d2h", seconds="offload_s", frees="offloaded_bytes"),
     AWAIT: _treatment(label="wait for an offload"),
