@@ -18,7 +18,13 @@ from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
 from .plan_settings import PlanSettings
 from .planner.joint.search import CLOSEST
-from .planner.joint.search_record import ENDED, INTERRUPTED, notes_of_widths, searched_for
+from .planner.joint.search_record import (
+    ENDED,
+    INTERRUPTED,
+    least_known_s,
+    notes_of_widths,
+    searched_for,
+)
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
@@ -69,11 +75,15 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     refuse_without_delay(settings, policy)
 
 
+class UnevenShares(ConfigError):
+    """Micro-batches that replicas cannot share evenly."""
+
+
 def share_of(microbatches: int, width: int) -> int:
     count, rest = divmod(microbatches, width)
     if rest or not count:
         near = max(1, round(microbatches / width)) * width
-        raise ConfigError(
+        raise UnevenShares(
             f"{microbatches} micro-batches per step cannot be shared evenly by {width} replicas",
             hint=f"use a multiple of {width}, such as {near}",
         )
@@ -347,7 +357,8 @@ class PlanRequest:
         """The fastest plan of one pipeline on all ranks, or of several side by side.
 
         Replicas of the whole model come first: their plan takes no time, and if it is close to the bound no
-        other is looked for. Of the widths between a quick planner chooses one.
+        other is looked for. Of the widths between a quick planner chooses one. The widest of what is nearly
+        as fast as the fastest that is known has the fewest stages, see `PlanOptions.simpler_within`.
         """
         ranks, count, until = self.options.ranks, self.microbatches_of(model.size), self.until
         found, refused, ended = dict[int, Plan](), dict[int, PipeloomError](), list[str]()
@@ -381,7 +392,7 @@ class PlanRequest:
         def search(width: int, share: float = 1.0) -> None:
             try:
                 plan = shaped(width, share)._plan_shape(model, explained and width == 1 and not found)
-            except (PlanError, ScheduleError) as error:
+            except (PlanError, ScheduleError, UnevenShares) as error:
                 refused[width] = error
                 return
             ended.append(plan.notes.get(ENDED, ""))
@@ -393,8 +404,7 @@ class PlanRequest:
             return told is not None and (told["gap"] or 0.0) <= max(CLOSEST, self.options.simpler_within)
 
         try:
-            if count % ranks == 0:
-                search(ranks)
+            search(ranks)
             if in_time() and not close(ranks):
                 search(1, 1 / 2 if between else 1.0)
                 guess()
@@ -405,10 +415,12 @@ class PlanRequest:
             if not found:
                 raise
             ended.append(INTERRUPTED)
-        best = fastest((plan, width) for width, plan in found.items())
-        if best is None:
+        if not found:
             raise refused[1]
-        return replace(best[0], notes={**best[0].notes, **notes_of_widths(found, refused, ended)})
+        limit_s = min(map(least_known_s, found.values())) * (1 + self.options.simpler_within)
+        near = (width for width, plan in found.items() if plan.predicted_step_s <= limit_s)
+        plan = found[max(near, default=min(found, key=lambda width: found[width].predicted_step_s))]
+        return replace(plan, notes={**plan.notes, **notes_of_widths(found, refused, ended, plan)})
 
     def _plan_shape(self, model: ProfiledModel, explained: bool) -> Plan:
         """With as many ranks and replicas as the options say."""

@@ -314,6 +314,15 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
     return [w for w in ("recomputed", "offloaded") if any(getattr(s, f"{w}_bytes") for s in stages)]
 
 
+def _listed(ranks: Sequence[int]) -> str:
+    """
+    >>> _listed((0, 1)), _listed((4, 5, 6, 7)), _listed((0, 2, 4))
+    ('0, 1', '4 .. 7', '0, 2, 4')
+    """
+    in_a_row = len(ranks) > 2 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]
+    return f"{ranks[0]} .. {ranks[-1]}" if in_a_row else ", ".join(map(str, ranks))
+
+
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
     chain = all(s.reads in (None, (), (s.stage - 1,)) for s in stages)
@@ -325,7 +334,7 @@ def stages_table(stages: Sequence[PlannedStage]) -> Table:
     columns += [Column("k", "{:.2f}".format), Column("link", "{:.0%}".format)]
     rows = [
         (
-            *(s.stage, ", ".join(map(str, s.ranks)), s.node if nodes else None),
+            *(s.stage, _listed(s.ranks), s.node if nodes else None),
             *((None, None) if chain else (", ".join(map(str, s.reads or ())) or "–", s.depth)),
             *(s.ops, s.layers),
             *(s.forward_s * 1e3, (s.input_grad_s + s.weight_grad_s + s.recompute_s) * 1e3),

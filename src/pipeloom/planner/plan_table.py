@@ -182,7 +182,7 @@ FULL = 0.95
 class PlannedStage:
     """A stage of a plan: what it runs, how long, and what it holds. Times in seconds, of one micro-batch.
 
-    ranks: all that it is on, two of a bidirectional schedule; rank is the first, whose node and cap follow.
+    ranks: all that it is on, one of each replica; rank is the first, whose node and cap follow.
     layers: as "h.0 .. 3".  reads: the stages that it reads.  depth: ranks of its longest path to the end.
     Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
     peak_bytes: their sum; of a stage alone on its rank, what that holds in the simulated step if known.
@@ -254,7 +254,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
             PlannedStage(
                 stage=stage,
                 rank=rank,
-                ranks=(rank,) if plan.width > 1 else plan.placement[stage :: len(plan.stages)],
+                ranks=plan.placement[stage :: len(plan.stages)],
                 node=None if cluster is None else cluster.devices[rank].node,
                 ops=len(part.ops),
                 first_op=part.ops[0],
@@ -323,12 +323,14 @@ def limits(plan: Plan) -> list[str]:
     part = plan.stages[slowest]
     compute = part.forward_s + part.input_grad_s + part.weight_grad_s
     mean = sum(times) / len(times)
-    above = f", {times[slowest] / mean - 1:.0%} above the mean" if mean and len(times) > 1 else ""
-    said = [f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}"]
+    above = f", {times[slowest] / mean - 1:.0%} above the mean" if mean else ""
+    said = []
+    if len(times) > 1:
+        said.append(f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}")
     if part.recompute_s:
-        said.append(f"{part.recompute_s * 1e3:.3g} ms of that make residuals again")
+        said.append(f"{part.recompute_s * 1e3:.3g} ms of its micro-batch make residuals again")
     if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
-        said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
+        said.append(f"{waits * 1e3:.3g} ms of its micro-batch wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
     if plan.replicas > plan.width:

@@ -25,7 +25,7 @@ from ..schedules.registry import with_chunks
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.search import LEVEL, TINY, JointSearch, Point
-from .joint.search_record import SearchRecord
+from .joint.search_record import NOT_ASKED, SearchRecord
 from .notes import faster_of
 from .own_search import (
     LOWERED,
@@ -138,7 +138,7 @@ class JointPlanner:
             many |= search.large and name not in (self.planners or SEEDS_OF_LARGE)
             try:
                 if many:
-                    record.note(record.planners, name, f"not asked about {len(search.model)} ops")
+                    record.note(record.planners, name, f"{NOT_ASKED} about {len(search.model)} ops")
                 elif own is not None:
                     few = search.large and name == "exact"
                     search, cuts = (search, search.fastest_of_few()) if few else own.cut(request, search)

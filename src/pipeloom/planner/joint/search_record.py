@@ -60,16 +60,33 @@ class SearchRecord:
 
 
 def notes_of_widths(
-    found: Mapping[int, Plan], refused: Mapping[int, PipeloomError], ended: Sequence[str]
+    found: Mapping[int, Plan], refused: Mapping[int, PipeloomError], ended: Sequence[str], taken: Plan
 ) -> dict[str, str]:
-    """For the fastest of some plans, by how many pipelines they have side by side. ended: each search."""
+    """For the one taken of some plans, by how many pipelines they have side by side. ended: each search."""
     tried = {width: repr(plan.predicted_step_s) for width, plan in found.items()}
     tried |= {width: error.message for width, error in refused.items()}
     bound = f"{PREFIX}bound_s"
     least = min((plan.notes[bound] for plan in found.values()), key=float)
     worst = next((end for end in (INTERRUPTED, TIME_LIMIT, SPENT) if end in ended), "converged")
     widths = {f"{PREFIX}widths.{width}": tried[width] for width in sorted(tried)}
-    return widths | {bound: least, ENDED: worst}
+    passed_over = {
+        f"{PREFIX}passed_over.{_pipelines(width)}": repr(plan.predicted_step_s)
+        for width, plan in found.items()
+        if plan.predicted_step_s < taken.predicted_step_s
+    }
+    return widths | passed_over | {bound: least, ENDED: worst}
+
+
+def least_known_s(plan: Plan) -> float:
+    """Seconds of the fastest step that its search knows, also of a plan that it passed over."""
+    known = [plan.predicted_step_s]
+    if (told := searched_for(plan)) is not None:
+        known += [found for found in told["passed_over"].values() if not isinstance(found, str)]
+    return min(known)
+
+
+def _pipelines(width: int) -> str:
+    return "one pipeline" if width == 1 else f"{width} side by side"
 
 
 def _text(value: float | str) -> str:
@@ -82,7 +99,7 @@ def searched_for(plan: Plan) -> dict[str, Any] | None:
     if "bound_s" not in told:
         return None
     bound_s = float(told["bound_s"])
-    found: dict[str, Any] = {"bound_s": bound_s, "ended": told["ended"]}
+    found: dict[str, Any] = {"bound_s": bound_s, "ended": told["ended"], "width": plan.width}
     found["gap"] = plan.predicted_step_s / bound_s - 1 if bound_s else None
     for kind in KINDS:
         own = {k.removeprefix(f"{kind}."): t for k, t in told.items() if k.startswith(f"{kind}.")}
@@ -97,18 +114,22 @@ def _value(text: str) -> float | str:
         return text
 
 
+NOT_ASKED = "not asked"
+"""How it begins why a planner has nothing that was passed over, as its search takes long."""
+
 SHOWN = 6
 """Steps and refusals that are printed; all are in --json."""
 
 
 def sentences(told: Mapping[str, Any]) -> list[str]:
     """A record for a screen."""
-    widths = {"one pipeline" if w == "1" else f"{w} side by side": s for w, s in told["widths"].items()}
+    widths = {_pipelines(int(width)): found for width, found in told["widths"].items()}
+    alone = ", before sums over replicas" if told["width"] > 1 else ""
     said = [f"pipelines: {_steps(widths)}"] if widths else []
     if told["planners"]:
-        said.append(f"planners: {_steps(told['planners'])}")
+        said.append(f"planners{alone}: {_steps(told['planners'])}")
     if told["schedules"]:
-        said.append(f"schedules: {_steps(told['schedules'])}")
+        said.append(f"schedules{alone}: {_steps(told['schedules'])}")
     if told["passed_over"]:
         said.append(
             f"not taken: {_steps(told['passed_over'])}: too little faster for more stages, as predictions "
@@ -124,7 +145,7 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
     said.append(f"search: {tried:.0f} simulated, {died:.0f} not worth it, {told['ended']}{gap}")
     tables = widths, told["planners"], told["schedules"]
     refused = {name: why for table in tables for name, why in table.items() if _no(why)}
-    listed = list(refused.items())[:SHOWN]
+    listed = [(name, why) for name, why in refused.items() if not why.startswith(NOT_ASKED)][:SHOWN]
     said += [f"refused: {name}: {why}" for name, why in listed]
     if len(refused) > len(listed):
         said.append(f"refused: {len(refused) - len(listed)} more, see --json")
