@@ -232,6 +232,20 @@ def test_ranks_are_shared_out_as_makes_the_step_fastest(
 
 
 @pytest.mark.whole_search
+@pytest.mark.parametrize(("within", "width"), [(0.0, 1), (0.01, 2)])
+def test_replicas_that_are_hardly_slower_are_taken_where_predictions_are_as_rough(
+    within: float, width: int
+) -> None:
+    cluster = replace(find_cluster("2 x a100-40"), within_node=Link(bandwidth_bytes_per_s=2e9))
+    request = make_request(cluster=cluster, microbatches=8, microbatch_size=2)
+    request = request.changed(simpler_within=within)
+    plan, _ = planning.plan_size(request, GPT, captured=capture_of(GPT))
+    told = searched_for(plan)
+    assert told is not None and told["widths"]["1"] < told["widths"]["2"] < 1.05 * told["widths"]["1"]
+    assert plan.width == width and ("one pipeline" in told["passed_over"]) == (width == 2)
+
+
+@pytest.mark.whole_search
 @pytest.mark.parametrize(
     "said",
     [
