@@ -281,6 +281,14 @@ class Impatient:
 
 
 @pytest.mark.whole_search
+def test_rows_that_replicas_cannot_share_evenly_are_for_one_pipeline() -> None:
+    how = {"cluster": "2 x a100-40", "global_batch": 6, "microbatch_size": 2, "captured": capture_of(GPT)}
+    plan = planning.plan(GPT, **how)
+    told = searched_for(plan)
+    assert plan.width == 1 and told is not None and "evenly" in told["widths"]["2"]
+
+
+@pytest.mark.whole_search
 def test_a_plan_that_was_found_is_taken_after_ctrl_c() -> None:
     captured = capture_of(GPT)
     how: dict[str, Any] = {"cluster": "2 x a100-40", "microbatches": 8, "microbatch_size": 2}

@@ -21,6 +21,7 @@ from .planner.joint.search import CLOSEST
 from .planner.joint.search_record import (
     ENDED,
     INTERRUPTED,
+    SAME,
     least_known_s,
     notes_of_widths,
     searched_for,
@@ -75,15 +76,11 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     refuse_without_delay(settings, policy)
 
 
-class UnevenShares(ConfigError):
-    """Micro-batches that replicas cannot share evenly."""
-
-
 def share_of(microbatches: int, width: int) -> int:
     count, rest = divmod(microbatches, width)
     if rest or not count:
         near = max(1, round(microbatches / width)) * width
-        raise UnevenShares(
+        raise ConfigError(
             f"{microbatches} micro-batches per step cannot be shared evenly by {width} replicas",
             hint=f"use a multiple of {width}, such as {near}",
         )
@@ -357,8 +354,8 @@ class PlanRequest:
         """The fastest plan of one pipeline on all ranks, or of several side by side.
 
         Replicas of the whole model come first: their plan takes no time, and if it is close to the bound no
-        other is looked for. Of the widths between a quick planner chooses one. The widest of what is nearly
-        as fast as the fastest that is known has the fewest stages, see `PlanOptions.simpler_within`.
+        other is looked for. Of the widths between a quick planner chooses one. Of plans that are nearly as
+        fast as the fastest that is known that with the fewest stages is taken: `PlanOptions.simpler_within`.
         """
         ranks, count, until = self.options.ranks, self.microbatches_of(model.size), self.until
         found, refused, ended = dict[int, Plan](), dict[int, PipeloomError](), list[str]()
@@ -392,7 +389,7 @@ class PlanRequest:
         def search(width: int, share: float = 1.0) -> None:
             try:
                 plan = shaped(width, share)._plan_shape(model, explained and width == 1 and not found)
-            except (PlanError, ScheduleError, UnevenShares) as error:
+            except (PlanError, ScheduleError) as error:
                 refused[width] = error
                 return
             ended.append(plan.notes.get(ENDED, ""))
@@ -404,7 +401,12 @@ class PlanRequest:
             return told is not None and (told["gap"] or 0.0) <= max(CLOSEST, self.options.simpler_within)
 
         try:
-            search(ranks)
+            try:
+                share_of(count, ranks)
+            except ConfigError as error:
+                refused[ranks] = error
+            else:
+                search(ranks)
             if in_time() and not close(ranks):
                 search(1, 1 / 2 if between else 1.0)
                 guess()
@@ -417,9 +419,11 @@ class PlanRequest:
             ended.append(INTERRUPTED)
         if not found:
             raise refused[1]
-        limit_s = min(map(least_known_s, found.values())) * (1 + self.options.simpler_within)
-        near = (width for width, plan in found.items() if plan.predicted_step_s <= limit_s)
-        plan = found[max(near, default=min(found, key=lambda width: found[width].predicted_step_s))]
+        plans = found.values()
+        limit_s = min(map(least_known_s, plans)) * (1 + max(SAME, self.options.simpler_within))
+        near = (plan for plan in plans if plan.predicted_step_s <= limit_s)
+        least = min(plans, key=lambda plan: plan.predicted_step_s)
+        plan = min(near, key=lambda plan: (len(plan.placement), -plan.width), default=least)
         return replace(plan, notes={**plan.notes, **notes_of_widths(found, refused, ended, plan)})
 
     def _plan_shape(self, model: ProfiledModel, explained: bool) -> Plan:

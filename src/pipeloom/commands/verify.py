@@ -87,7 +87,7 @@ def verify(
         plan = planning.plan(job, settings, cluster=replace(cpus, devices=devices))
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
     result = {"passed": verification.passed, "independent": verification.independent} | vars(verification)
-    of_plan = f"{len(plan.stages)} stages on {plan.ranks} ranks with {plan.schedule}"
+    of_plan = f"stages {len(plan.stages)}, ranks {plan.ranks}, schedule {plan.schedule}"
     emit(result, [of_plan, *report(verification)], as_json=as_json)
     ctx.exit(0 if verification.passed else 1)
 

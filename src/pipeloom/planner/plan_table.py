@@ -328,9 +328,9 @@ def limits(plan: Plan) -> list[str]:
     if len(times) > 1:
         said.append(f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}")
     if part.recompute_s:
-        said.append(f"{part.recompute_s * 1e3:.3g} ms of its micro-batch make residuals again")
+        said.append(f"{part.recompute_s * 1e3:.3g} ms per micro-batch make residuals again")
     if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
-        said.append(f"{waits * 1e3:.3g} ms of its micro-batch wait for transfers and copies")
+        said.append(f"{waits * 1e3:.3g} ms per micro-batch wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
     if plan.replicas > plan.width:

@@ -48,7 +48,7 @@ from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .bound import bound_s
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
-from .search_record import INTERRUPTED, SPENT, TIME_LIMIT, SearchRecord
+from .search_record import INTERRUPTED, SAME, SPENT, TIME_LIMIT, SearchRecord
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -96,8 +96,6 @@ PROPOSED = 3
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
-
-SAME = 1e-9
 
 PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualpipe", "chimera", "hanayo")
 """Schedules that are tried first, which matters where the budget ends before all were."""

@@ -72,15 +72,16 @@ def notes_of_widths(
     passed_over = {
         f"{PREFIX}passed_over.{_pipelines(width)}": repr(plan.predicted_step_s)
         for width, plan in found.items()
-        if plan.predicted_step_s < taken.predicted_step_s
+        if plan.predicted_step_s < taken.predicted_step_s * (1 - SAME)
     }
     return widths | passed_over | {bound: least, ENDED: worst}
 
 
 def least_known_s(plan: Plan) -> float:
-    """Seconds of the fastest step that its search knows, also of a plan that it passed over."""
+    """Seconds of the fastest step that its search knows, also of a plan that it passed over; of those of
+    several pipelines it does not know the sums."""
     known = [plan.predicted_step_s]
-    if (told := searched_for(plan)) is not None:
+    if plan.width == 1 and (told := searched_for(plan)) is not None:
         known += [found for found in told["passed_over"].values() if not isinstance(found, str)]
     return min(known)
 
@@ -114,6 +115,9 @@ def _value(text: str) -> float | str:
         return text
 
 
+SAME = 1e-9
+"""Share of a step by which it may differ by rounding."""
+
 NOT_ASKED = "not asked"
 """How it begins why a planner has nothing that was passed over, as its search takes long."""
 
@@ -132,8 +136,8 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
         said.append(f"schedules{alone}: {_steps(told['schedules'])}")
     if told["passed_over"]:
         said.append(
-            f"not taken: {_steps(told['passed_over'])}: too little faster for more stages, as predictions "
-            "for ranks on a machine's own cores are off by as much"
+            f"not taken{alone}: {_steps(told['passed_over'])}: too little faster for more stages, as "
+            "predictions for ranks on a machine's own cores are off by as much"
         )
     gained = {name: s for name, s in told["gained"].items() if s > 0}
     if gained:
