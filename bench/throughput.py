@@ -9,7 +9,7 @@ shared cores the ratio of one round varies by 15 %: ratios are medians over many
 once" are two of "one process": what the cores of this machine take from each other bounds every pipeline
 (`limit_here`).
 
-    python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 10]
+    python bench/throughput.py [--microbatches 8] [--launches 3] [--rounds 10]
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def main(counts: list[int], launches: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10, help="of each launch")
     parser.add_argument("--party", choices=PARTIES, help=argparse.SUPPRESS)
