@@ -369,7 +369,7 @@ class PlanRequest:
         def in_time() -> bool:
             return not found or (time.monotonic() < until and INTERRUPTED not in ended)
 
-        def guess() -> None:
+        def guess() -> int | None:
             """By a quick planner, from narrow to wide up to the first that is slower than the one before."""
             best: Plan | None = None
             for width in between:
@@ -383,8 +383,10 @@ class PlanRequest:
                 if best is not None and plan.predicted_step_s >= best.predicted_step_s:
                     break
                 best = replace(plan, planner=self.options.planner)
-            if best is not None:
-                found[best.width] = best
+            if best is None:
+                return None
+            found[best.width] = best
+            return best.width
 
         def search(width: int, share: float = 1.0) -> None:
             try:
@@ -409,10 +411,8 @@ class PlanRequest:
                 search(ranks)
             if in_time() and not close(ranks):
                 search(1, 1 / 2 if between else 1.0)
-                guess()
-                for width in sorted(set(between) & set(found)):
-                    if in_time():
-                        search(width)
+                if (width := guess()) is not None and in_time():
+                    search(width)
         except KeyboardInterrupt:
             if not found:
                 raise
