@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.ir.kernels import COMPILED_FROM, kernel
+from pipeloom.ir.kernels import COMPILED_FROM, LOADED_FROM, kernel
 
 SQUARES = """
 from __future__ import annotations
@@ -82,6 +82,41 @@ def test_machine_code_is_made_anew_when_what_goes_into_it_changes(tmp_path: Path
     for number, (inner, each) in enumerate(changes, 1):
         assert ran(tmp_path, size, inner) == ([f"{each * size} True"] * 2, number)
     assert ran(tmp_path, size) == ([f"{4 * size} True"] * 2, number)
+
+
+TWO = """
+import sys
+import numpy as np
+from pipeloom.ir.kernels import kernel
+
+@kernel
+def first(values):
+    return values[0]
+
+@kernel
+def second(values):
+    return values[0]
+
+first(np.ones(int(sys.argv[1])))
+second(np.ones(int(sys.argv[2])))
+print(second.form(0) is second.interpreted)
+"""
+
+
+@pytest.mark.slow
+def test_kept_machine_code_is_loaded_from_fewer_elements_once_numba_is(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    for sizes, interpreted in (
+        ((COMPILED_FROM, LOADED_FROM), True),  # nothing is kept
+        ((1, COMPILED_FROM), False),
+        ((COMPILED_FROM, LOADED_FROM), False),
+        ((COMPILED_FROM, LOADED_FROM - 1), True),
+        ((COMPILED_FROM - 1, LOADED_FROM), True),  # numba is not loaded
+    ):
+        command = [sys.executable, "-B", "two.py", *map(str, sizes)]
+        env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{interpreted}\n", sizes
 
 
 def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:

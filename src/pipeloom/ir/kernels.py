@@ -2,8 +2,9 @@
 
 A kernel is an ordinary Python function over numbers, numpy arrays and tuples of them. A process runs it as
 it is until it has gone over `COMPILED_FROM` elements, so that small schedules never import numba; from then
-on it runs compiled. Machine code is cached beside the source, or in the user's cache folder, or for this
-process only where neither can be written. docs/decisions.md says why (9).
+on it runs compiled. Once another kernel has imported numba, machine code that was made before is loaded from
+`LOADED_FROM` elements on. It is cached beside the source, or in the user's cache folder, or for this process
+only where neither can be written. docs/decisions.md says why (9).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ R = TypeVar("R")
 COMPILED_FROM = 20_000
 """Elements from which a kernel runs compiled: importing numba takes about as long as going over so many."""
 
+LOADED_FROM = 1_000
+"""Elements that take about as long as loading the machine code of one kernel."""
+
 
 class Kernel(Generic[P, R]):
     """A function that may run compiled, and with it the kernels that it calls.
@@ -40,6 +44,7 @@ class Kernel(Generic[P, R]):
     """
 
     _compiled_from: ClassVar[int] = COMPILED_FROM
+    _numba_is_loaded: ClassVar[bool] = False
 
     def __init__(self, function: Callable[P, R], *, inlined: bool = False) -> None:
         self._function: Any = function
@@ -55,7 +60,16 @@ class Kernel(Generic[P, R]):
         """The form to call for so many elements more. A call counts those of its largest argument; who calls
         a kernel that goes over it many times says how many there are."""
         self._elements += elements
-        return self.interpreted if self._elements < self._compiled_from else self.compiled
+        if self._elements >= self._compiled_from:
+            return self.compiled
+        loads = self._numba_is_loaded and self._elements >= LOADED_FROM and self._is_kept
+        return self.compiled if loads else self.interpreted
+
+    @cached_property
+    def _is_kept(self) -> bool:
+        """Whether machine code of this version lies in the cache."""
+        stats, name = getattr(self.compiled, "stats", None), self.compiled.__qualname__
+        return stats is not None and any(Path(stats.cache_path).glob(f"*.{name}-*.nbi"))
 
     @cached_property
     def interpreted(self) -> Callable[P, R]:
@@ -84,6 +98,7 @@ class Kernel(Generic[P, R]):
         micro-batches)."""
         import numba
 
+        Kernel._numba_is_loaded = True
         njit: Any = numba.njit  # its stub knows neither the names of wrappers nor `_nrt`
         return njit(nogil=True, no_cfunc_wrapper=True, _nrt=False, **options)(function)
 
