@@ -249,14 +249,14 @@ class Tensors(NamedTuple):
 
 
 def _rows_in_order(lists: RaggedArray, order: Indices) -> Indices:
-    parts = [np.arange(lists.first[r], lists.first[r + 1]) for r in order]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    return _take(lists._replace(items=np.arange(lists.first[-1])), order).items
 
 
 def _take(lists: RaggedArray, order: Indices) -> RaggedArray:
     lengths = np.diff(lists.first)[order]
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return RaggedArray(first, lists.items[_rows_in_order(lists, order)])
+    moved = np.repeat(lists.first[:-1][order] - first[:-1], lengths)  # how much further in front a row was
+    return RaggedArray(first, lists.items[np.arange(first[-1]) + moved])
 
 
 def _in_order(last: Indices, lists: RaggedArray, place: Indices) -> Indices:

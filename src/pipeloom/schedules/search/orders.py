@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ...ir.action import B, F, I, W
+from ...ir.action import F, I
 from ...ir.columns import Floats, Longs
 from .problem import QueuedMessage, SearchProblem, TimingArrays, run_order
 
@@ -50,7 +50,7 @@ def one_microbatch(problem: SearchProblem) -> float:
     if problem.shortest == "step":
         return max(h + problem.seconds(u) for h, u in zip(problem.heads, units, strict=True))
     first = {(u.stage, r): i for i, u in enumerate(units) if u.kind == F for r in u.ranks}
-    return max(_longest(problem, first[u.stage, r], i) for i, u in enumerate(units) for r in u.ranks)
+    return max(problem.longest(first[u.stage, r], i) for i, u in enumerate(units) for r in u.ranks)
 
 
 def _ends(problem: SearchProblem, rank: int) -> tuple[float, float]:
@@ -85,7 +85,7 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
     """
     head, tail = _ends(problem, rank)
     cap = problem.limits[rank]
-    product = problem.microbatches * residual_seconds(problem, rank)
+    product = problem.microbatches * problem.residual_seconds[rank]
     seconds = product / cap if cap < inf and product else 0.0
     why = f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
     why += f"and it leaves {tail:g} to others"
@@ -109,30 +109,6 @@ def _links(problem: SearchProblem) -> list[Bound]:
         why = f"messages from rank {source} to {target} begin at {begin:g}, take {busy:g} and leave {rest:g}"
         bounds.append(Bound(begin + busy + rest, "busiest link", why))
     return bounds
-
-
-def residual_seconds(problem: SearchProblem, rank: int) -> float:
-    """Bytes x seconds of the residuals of one micro-batch on a rank, at least."""
-    first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
-    return sum(
-        problem.stages[u.stage].residual_bytes * _longest(problem, first[u.stage], i)
-        for i, u in enumerate(problem.units)
-        if rank in u.ranks and u.kind in (B, W)
-    )
-
-
-def _longest(problem: SearchProblem, source: int, target: int) -> float:
-    """From the start of one unit to the end of another of the same micro-batch, along what units need."""
-    far = {source: 0.0}
-    for i in range(source + 1, target + 1):
-        ways = [
-            far[p] + problem.seconds(problem.units[p]) + problem.delay(p, i)
-            for p in problem.needs[i]
-            if p in far
-        ]
-        if ways:
-            far[i] = max(ways)
-    return far[target] + problem.seconds(problem.units[target])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ posted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
@@ -248,6 +248,14 @@ class SearchProblem:
                 f"{len(self.caps)} limits for {self.ranks} ranks", hint="give one limit, or one per rank"
             )
 
+    def within(self, caps: tuple[float, ...]) -> SearchProblem:
+        """The same within other limits. What does not depend on them is not worked out again."""
+        other = replace(self, caps=caps)
+        depends = {"limits", "shape", "arrays", *vars(other)}
+        vars(other).update({name: known for name, known in vars(self).items() if name not in depends})
+        vars(other)["arrays"] = self.arrays._replace(cap=other._most_held)
+        return other
+
     @cached_property
     def ranks(self) -> int:
         return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
@@ -413,8 +421,12 @@ class SearchProblem:
             meet=(here @ here.T) > 0,
             tail=np.array([0.0] * len(units) if self.shortest == "span" else self.tails, np.float64),
             span=self.shortest == "span",
-            cap=np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9,
+            cap=self._most_held,
         )
+
+    @property
+    def _most_held(self) -> Floats:
+        return np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9
 
     def _links(self, maker: int, reader: int) -> list[tuple[int, int]]:
         source, target = self.units[maker], self.units[reader]
@@ -473,6 +485,27 @@ class SearchProblem:
             for p in self.needs[i]:
                 tail[p] = max(tail[p], tail[i] + self.seconds(u) + self._delay(self.units[p], u))
         return tuple(tail)
+
+    def longest(self, source: int, target: int) -> float:
+        """From the start of one unit to the end of another of the same micro-batch, along what units need."""
+        far = {source: 0.0}
+        for i in range(source + 1, target + 1):
+            ways = [
+                far[p] + self.seconds(self.units[p]) + self.delay(p, i) for p in self.needs[i] if p in far
+            ]
+            if ways:
+                far[i] = max(ways)
+        return far[target] + self.seconds(self.units[target])
+
+    @cached_property
+    def residual_seconds(self) -> tuple[float, ...]:
+        """Per rank bytes x seconds of the residuals of one micro-batch, at least."""
+        first = {(u.stage, r): i for i, u in enumerate(self.units) if u.kind == F for r in u.ranks}
+        found = [0.0] * self.ranks
+        for i, u in enumerate(self.units):
+            for r in u.ranks if u.kind in (B, W) else ():
+                found[r] += self.stages[u.stage].residual_bytes * self.longest(first[u.stage, r], i)
+        return tuple(found)
 
     @cached_property
     def work(self) -> tuple[float, ...]:

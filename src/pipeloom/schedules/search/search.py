@@ -223,7 +223,7 @@ class _Search:
         names = self.options.engines
         numbers = range(0, len(self.levels.thorough()), EVERY)[::-1]
         if "library" in names:
-            free = _Known(replace(self.problem, caps=()), self.first)
+            free = _Known(self.problem.within(()), self.first)
             yield "library", self._round(free, 0, 1.0), None
             cap = self.problem.arrays.cap
             if not all(fits(one, cap) for one in self.without_limits.values()):
@@ -355,7 +355,7 @@ class Levels:
         if self.top == 0:
             return self.problem
         pairs = zip(self.shares, self.problem.limits, strict=True)
-        return replace(self.problem, caps=tuple(min(share * size, cap) for share, cap in pairs))
+        return self.problem.within(tuple(min(share * size, cap) for share, cap in pairs))
 
     def above(self, size: float, ratio: float) -> float:
         """The next size that is so many times as large; infinite above the top."""
