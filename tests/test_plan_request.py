@@ -262,8 +262,8 @@ def test_replicas_that_are_hardly_slower_are_taken_where_predictions_are_as_roug
     ],
 )
 def test_who_asks_for_a_pipeline_gets_one(said: dict[str, Any]) -> None:
-    assert make_request(cluster="2 x a100-40", weights="flush").shares_out
-    assert not make_request(**{"cluster": "2 x a100-40"} | said).shares_out
+    assert make_request(cluster="2 x a100-40", weights="flush").chooses_width
+    assert not make_request(**{"cluster": "2 x a100-40"} | said).chooses_width
 
 
 class Impatient:

@@ -137,8 +137,8 @@ def plan_on_rank_0(
 
     def make() -> Plan:
         _log.info("planning %s for %d ranks", job.name, count)
-        shares_out = not asked.plan_settings.keys() & set(SHAPE)
-        plan = plan_here(job, settings, captured, device=device.type, shares_out=shares_out)
+        any_width = not asked.plan_settings.keys() & set(SHAPE)
+        plan = plan_here(job, settings, captured, device=device.type, any_width=any_width)
         stages, step_ms = len(plan.stages), 1e3 * plan.predicted_step_s
         _log.info("planned: %d stages, %s, %.1f ms a step predicted", stages, plan.schedule, step_ms)
         return plan

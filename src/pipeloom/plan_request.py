@@ -17,19 +17,11 @@ from .ir.text import format_bytes, show_time
 from .ir.weight_policies import FLUSH
 from .lowering.passes import lower
 from .plan_settings import PlanSettings
-from .planner.joint.search import CLOSEST
-from .planner.joint.search_record import (
-    ENDED,
-    INTERRUPTED,
-    SAME,
-    least_known_s,
-    notes_of_widths,
-    searched_for,
-)
+from .planner.joint.search_record import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
-from .planner.planners import chooses, first_way, make_plan, shares_out, ways_of
+from .planner.planners import chooses, chooses_width, first_way, make_plan, ways_of
 from .planner.refusals import closely
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
@@ -38,6 +30,7 @@ from .runnable import refuse_master_weights, refuse_without_delay
 from .schedules import registry
 from .schedules.language.names import parse_name
 from .simulator.simulate import simulate
+from .width_search import WidthSearch, share_of
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -74,17 +67,6 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     if settings.master_weights:
         refuse_master_weights(policy)
     refuse_without_delay(settings, policy)
-
-
-def share_of(microbatches: int, width: int) -> int:
-    count, rest = divmod(microbatches, width)
-    if rest or not count:
-        near = max(1, round(microbatches / width)) * width
-        raise ConfigError(
-            f"{microbatches} micro-batches per step cannot be shared evenly by {width} replicas",
-            hint=f"use a multiple of {width}, such as {near}",
-        )
-    return count
 
 
 def sizes_for(batch: int, pipelines: int) -> list[int]:
@@ -340,91 +322,15 @@ class PlanRequest:
 
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
         """
-        if self.shares_out and not model.graph.together:
-            return self._plan_shared_out(model, explained)
+        if self.chooses_width and not model.graph.together:
+            return WidthSearch(self, model, explained=explained).run()
         return self._plan_shape(model, explained)
 
     @property
-    def shares_out(self) -> bool:
+    def chooses_width(self) -> bool:
         """Whether the planner looks for the fastest number of pipelines side by side, equal ones."""
         alike = len({device.name for device in self.cluster.devices[: self.options.ranks]}) == 1
-        return alike and shares_out(self.options)
-
-    def _plan_shared_out(self, model: ProfiledModel, explained: bool) -> Plan:
-        """The fastest plan of one pipeline on all ranks, or of several side by side.
-
-        Replicas of the whole model come first: their plan takes no time, and if it is close to the bound no
-        other is looked for. Of the widths between a quick planner chooses one. Of plans that are nearly as
-        fast as the fastest that is known that with the fewest stages is taken: `PlanOptions.simpler_within`.
-        """
-        ranks, count, until = self.options.ranks, self.microbatches_of(model.size), self.until
-        found, refused, ended = dict[int, Plan](), dict[int, PipeloomError](), list[str]()
-        between = [width for width in divisors(ranks)[1:-1] if count % width == 0]
-
-        def shaped(width: int, share: float = 1.0) -> PlanRequest:
-            """share: of the time that is left."""
-            now, shape = time.monotonic(), {"ranks": ranks // width, "replicas": width}
-            return self.limited_to(now + share * (until - now)).changed(**shape, shares_out=False)
-
-        def in_time() -> bool:
-            return not found or (time.monotonic() < until and INTERRUPTED not in ended)
-
-        def guess() -> int | None:
-            """By a quick planner, from narrow to wide up to the first that is slower than the one before."""
-            best: Plan | None = None
-            for width in between:
-                if not in_time():
-                    break
-                try:
-                    plan = shaped(width, 1 / 2).for_advice._plan_shape(model, False)
-                except (PlanError, ScheduleError):
-                    continue
-                ended.append(plan.notes.get(ENDED, ""))
-                if best is not None and plan.predicted_step_s >= best.predicted_step_s:
-                    break
-                best = replace(plan, planner=self.options.planner)
-            if best is None:
-                return None
-            found[best.width] = best
-            return best.width
-
-        def search(width: int, share: float = 1.0) -> None:
-            try:
-                plan = shaped(width, share)._plan_shape(model, explained and width == 1 and not found)
-            except (PlanError, ScheduleError) as error:
-                refused[width] = error
-                return
-            ended.append(plan.notes.get(ENDED, ""))
-            if width not in found or plan.predicted_step_s < found[width].predicted_step_s:
-                found[width] = plan
-
-        def close(width: int) -> bool:
-            told = searched_for(found[width]) if width in found else None
-            return told is not None and (told["gap"] or 0.0) <= max(CLOSEST, self.options.simpler_within)
-
-        try:
-            try:
-                share_of(count, ranks)
-            except ConfigError as error:
-                refused[ranks] = error
-            else:
-                search(ranks)
-            if in_time() and not close(ranks):
-                search(1, 1 / 2 if between else 1.0)
-                if (width := guess()) is not None and in_time():
-                    search(width)
-        except KeyboardInterrupt:
-            if not found:
-                raise
-            ended.append(INTERRUPTED)
-        if not found:
-            raise refused[1]
-        plans = found.values()
-        limit_s = min(map(least_known_s, plans)) * (1 + max(SAME, self.options.simpler_within))
-        near = (plan for plan in plans if plan.predicted_step_s <= limit_s)
-        least = min(plans, key=lambda plan: plan.predicted_step_s)
-        plan = min(near, key=lambda plan: (len(plan.placement), -plan.width), default=least)
-        return replace(plan, notes={**plan.notes, **notes_of_widths(found, refused, ended, plan)})
+        return alike and chooses_width(self.options)
 
     def _plan_shape(self, model: ProfiledModel, explained: bool) -> Plan:
         """With as many ranks and replicas as the options say."""
@@ -529,7 +435,7 @@ class PlanRequest:
     @property
     def for_advice(self) -> PlanRequest:
         """The same, unwatched, and faster: a planner of one schedule in place of one that tries many."""
-        return replace(self, options=first_way(self.options).changed(shares_out=False), watch=None)
+        return replace(self, options=first_way(self.options).changed(any_width=False), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
         return next(fitting([model], self.any_plan), None) is not None
@@ -541,7 +447,7 @@ class PlanRequest:
             return []  # nor is the user to wait for this
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         width, ranks = plan.width, plan.ranks // plan.width
-        same = replace(self, watch=None).changed(ranks=ranks, replicas=width, shares_out=False)
+        same = replace(self, watch=None).changed(ranks=ranks, replicas=width, any_width=False)
         if chooses(self.options):
             names = dict.fromkeys((schedule, parse_name(schedule).plain(ranks)))
             same = same.changed(schedules=tuple(names))

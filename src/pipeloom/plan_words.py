@@ -66,7 +66,7 @@ def best_words(
     options = request.options
     if options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
-    if not request.shares_out:
+    if not request.chooses_width:
         refuse_nonsense(whole.graph, request.cluster, options.ranks, options.named_schedule)
     quick, limit_s = request.for_advice, options.time_limit
     if limit_s is not None:

@@ -286,12 +286,12 @@ def make_request(
     settings: PlanSettings | None = None,
     *,
     watch: SearchWatch | None = None,
-    shares_out: bool = False,
+    any_width: bool = False,
     **changes: Any,
 ) -> PlanRequest:
     """What settings mean on this machine; see `plan`.
 
-    watch: told how the search goes on.  shares_out: `ranks` are those that were started, which may be shared
+    watch: told how the search goes on.  any_width: `ranks` are those that were started, which may be shared
         out among replicas.
     """
     settings = (settings or PlanSettings()).changed(**changes)
@@ -302,7 +302,7 @@ def make_request(
     options = PlanOptions(
         **{one.name: getattr(settings, one.name) for one in fields(PlanSettings)},
         simpler_within=SIMPLER_WITHIN if settings.cluster is None else 0.0,
-        shares_out=shares_out or set(SHAPE) == settings.unsaid.keys(),
+        any_width=any_width or set(SHAPE) == settings.unsaid.keys(),
     )
     if settings.schedule is not None or not chooses(options):
         options = replace(
@@ -370,14 +370,14 @@ def plan_size(
 
 
 def plan_here(
-    job: Job, settings: PlanSettings, captured: Captured, *, device: str, shares_out: bool = False
+    job: Job, settings: PlanSettings, captured: Captured, *, device: str, any_width: bool = False
 ) -> Plan:
     """The plan for this machine's devices, as kept of the last day or made now.
 
     captured: for `device`, a type that torch knows; of several sequence lengths, of any.
-    shares_out: see `make_request`.
+    any_width: see `make_request`.
     """
-    request = make_request(settings, shares_out=shares_out)
+    request = make_request(settings, any_width=any_width)
     options = request.options
 
     def make() -> Plan:

@@ -395,13 +395,13 @@ def chooses(options: PlanOptions) -> bool:
     return searches(options.planner) and options.schedule is None
 
 
-def shares_out(options: PlanOptions) -> bool:
+def chooses_width(options: PlanOptions) -> bool:
     """Whether the planner looks for the fastest number of pipelines side by side. Other engines, for which
     whole modules are planned, set that up themselves; several stages on a rank, or late gradients, ask for a
     pipeline."""
     plan, several = planner(options.planner).plan, options.ranks > 1 and options.chunks in (None, 1)
     flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes and not options.shard_optimizer
-    chosen = options.shares_out and options.fastest and options.granularity == "op" and chooses(options)
+    chosen = options.any_width and options.fastest and options.granularity == "op" and chooses(options)
     return isinstance(plan, JointPlanner) and plan.widths and chosen and several and flushes
 
 

@@ -128,14 +128,14 @@ class PlanOptions(PlanSettings):
     simpler_within: of plans that are slower than the fastest by no larger share, the joint search takes that
         with the fewest stages, each counted as often as ranks hold it, and looks for no faster order. What
         waits for messages is predicted worst, and worst of all where ranks share cores.
-    shares_out: a planner that searches may have several pipelines of fewer ranks side by side instead.
+    any_width: a planner that searches may have several pipelines of fewer ranks side by side instead.
     """
 
     fastest: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
     simpler_within: float = 0.0
-    shares_out: bool = False
+    any_width: bool = False
 
 
 class MakesPlan(Protocol):
