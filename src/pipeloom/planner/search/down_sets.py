@@ -15,20 +15,18 @@ A down-set is an int whose bit p says whether it has piece p: x & ~y == 0 says t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 
+from ...ir.errors import PlanError
 from ..stage_cost.tensors import Array, Indices
 
 Row: TypeAlias = Callable[[int, Indices], Array]
 """(number of a down-set, numbers of such within it) -> values of the stages between: (ranks, sets)."""
-
-MOST_STEPS = 200_000
-"""Sets of pieces that are looked at when down-sets are counted."""
 
 
 @dataclass(frozen=True)
@@ -50,66 +48,28 @@ class PieceGraph:
         return {(maker, reader) for maker, readers, _ in self.values for reader in readers}
 
 
-def count_down_sets(pieces: int, edges: Iterable[tuple[int, int]]) -> int:
-    """How many down-sets a graph has, the empty one and the whole included; -1 if counting takes too long.
-
-    Parts that nothing connects multiply. A piece is in a down-set with all before it, or not with all behind
-    it; the one that splits best is asked.  Without listing them, so that huge numbers are counted, too.
-
-    >>> count_down_sets(4, [(0, 1), (2, 3)]), count_down_sets(3, [(0, 2), (1, 2)])
-    (9, 5)
-    """
-    before, behind = _closures(pieces, edges)
-    known: dict[int, int] = {}
-
-    def count(left: int) -> int:
-        if left == 0:
-            return 1
-        if left not in known:
-            if len(known) > MOST_STEPS:
-                raise _TooLong
-            parts = _parts(left, before, behind)
-            if len(parts) > 1:
-                total = 1
-                for part in parts:
-                    total *= count(part)
-            else:
-                # N(G) = N(G without the piece and all behind it) + N(G without it and all before it).
-                near = [(before[p] & left).bit_count() + (behind[p] & left).bit_count() for p in _bits(left)]
-                piece = _bits(left)[int(np.argmax(near))]
-                own = 1 << piece
-                total = count(left & ~(behind[piece] | own)) + count(left & ~(before[piece] | own))
-            known[left] = total
-        return known[left]
-
-    try:
-        return count((1 << pieces) - 1)
-    except (_TooLong, RecursionError):
-        return -1
-
-
-class _TooLong(Exception):
-    """Counting was given up."""
-
-
 class DownSets:
-    """All down-sets of a graph of pieces, by size; the first is empty, the last has all."""
+    """All down-sets of a graph of pieces, by size; the first is empty, the last has all.
 
-    def __init__(self, graph: PieceGraph) -> None:
+    Raises: PlanError if there are more than `most`.
+    """
+
+    def __init__(self, graph: PieceGraph, most: int) -> None:
         self.graph = graph
         pieces = len(graph.seconds)
-        before, _ = _closures(pieces, graph.edges)
-        found, fresh = {0}, [0]
-        while fresh:
-            grown = {
-                held | 1 << piece
-                for held in fresh
-                for piece in range(pieces)
-                if not held >> piece & 1 and before[piece] & ~held == 0
-            }
-            fresh = list(grown - found)
-            found |= grown
-        self.masks = sorted(found, key=lambda held: (held.bit_count(), held))
+        reads = [0] * pieces
+        for maker, reader in graph.edges:
+            reads[reader] |= 1 << maker
+        masks = [0]
+        for held in masks:  # gets one more piece, behind all that it has: so each is listed once
+            left = ~held
+            masks += [held | 1 << p for p in range(held.bit_length(), pieces) if not reads[p] & left]
+            if len(masks) > most:
+                raise PlanError(
+                    f"{pieces} pieces have more than {most:,} down-sets, where this planner stops",
+                    hint="use planner graphpipe or exact, or pieces that are layers and not ops",
+                )
+        self.masks = sorted(masks, key=lambda held: (held.bit_count(), held))
         self.sizes = np.array([held.bit_count() for held in self.masks])
         self.members = np.array([[held >> p & 1 for p in range(pieces)] for held in self.masks], np.float64)
         words = -(-pieces // 64)
@@ -186,33 +146,3 @@ def best_chain(sets: DownSets, stages: int, row: Row) -> tuple[float, tuple[int,
     for stage in range(stages, 0, -1):
         chain.append(int(origin[stage, chain[-1]]))
     return float(best[stages, -1]), tuple(reversed(chain))
-
-
-def _closures(pieces: int, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Per piece all that it depends on, and all that depends on it, as bits; without itself."""
-    before, behind = [0] * pieces, [0] * pieces
-    ordered = sorted(set(edges), key=lambda edge: edge[1])
-    for source, target in ordered:
-        before[target] |= before[source] | 1 << source
-    for source, target in sorted(ordered, reverse=True):
-        behind[source] |= behind[target] | 1 << target
-    return before, behind
-
-
-def _bits(mask: int) -> list[int]:
-    return [place for place in range(mask.bit_length()) if mask >> place & 1]
-
-
-def _parts(left: int, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-    parts = []
-    while left:
-        part, fresh = 0, left & -left  # the lowest bit
-        while fresh:
-            part |= fresh
-            near = 0
-            for piece in _bits(fresh):
-                near |= before[piece] | behind[piece]
-            fresh = near & left & ~part
-        parts.append(part)
-        left &= ~part
-    return parts

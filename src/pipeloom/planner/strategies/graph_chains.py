@@ -12,8 +12,8 @@ each has the in-flight micro-batches of its place in the chain.
 
 Both have one worker per stage and keep every residual here, as pipeloom's other comparators do: replicas,
 tensor parallelism and Piper's choice of what is recomputed are left out. A piece is a layer, or an op. Graphs
-with too many down-sets are refused with their number; 40,000 is Piper's own limit. Of unequal devices
-the caps count, and the times of the first.
+with too many down-sets are refused; 40,000 is Piper's own limit. Of unequal devices the caps count, and the
+times of the first.
 
 Sources: Narayanan et al. 2019, SOSP, and msr-fiddle/pipedream at 7db6a1c, `optimizer_graph_hierarchical.py`;
 Tarnawski et al. 2021, NeurIPS, "Piper", and msr-fiddle/piper at d7fc8cf. From descriptions.
@@ -26,10 +26,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...ir.errors import PlanError
 from ..branches import BranchOrdered
 from ..search.cut_search import Search, growing_part
-from ..search.down_sets import DownSets, PieceGraph, best_chain, count_down_sets
+from ..search.down_sets import DownSets, PieceGraph, best_chain
 from ..search.layer_groups import borders, layers
 from ..search.problem import Cuts
 from ..stage_cost.tensors import Array, Indices
@@ -59,7 +58,7 @@ Partitioner: TypeAlias = Callable[[PieceGraph, Machine], list[list[int]]]
 
 def pipedream_graph(graph: PieceGraph, machine: Machine) -> list[list[int]]:
     """The pieces of each stage, one per device. Raises: PlanError if there are too many antichains."""
-    sets = down_sets(graph, "pipedream-graph", MOST_ANTICHAINS)
+    sets = DownSets(graph, MOST_ANTICHAINS)
     total = sets.total(graph.seconds)
     sent_s = sets.leaving_bytes / machine.bandwidth
 
@@ -71,7 +70,7 @@ def pipedream_graph(graph: PieceGraph, machine: Machine) -> list[list[int]]:
 
 def piper(graph: PieceGraph, machine: Machine) -> list[list[int]]:
     """The pieces of each stage; none if nothing fits. Raises: PlanError if there are too many down-sets."""
-    sets = down_sets(graph, "piper", MOST)
+    sets = DownSets(graph, MOST)
     total, held, state = map(sets.total, (graph.seconds, graph.held_bytes, graph.state_bytes))
     devices = len(machine.caps)
     in_flight = np.arange(devices, 0, -1)[:, None]
@@ -84,19 +83,6 @@ def piper(graph: PieceGraph, machine: Machine) -> list[list[int]]:
         return np.where(needed <= caps, seconds, np.inf)
 
     return _stages(sets, best_chain(sets, devices, row)[1])
-
-
-def down_sets(graph: PieceGraph, who: str, most: int) -> DownSets:
-    """Raises: PlanError if there are more than `most`."""
-    pieces = len(graph.seconds)
-    count = count_down_sets(pieces, graph.edges)
-    if not 0 <= count <= most:
-        many = f"{count:,}" if count > 0 else "too many to count"
-        raise PlanError(
-            f"planner {who} would look at {many} down-sets of {pieces} pieces, and stops at {most:,}",
-            hint="use planner graphpipe or exact, or pieces that are layers and not ops",
-        )
-    return DownSets(graph)
 
 
 def _stages(sets: DownSets, chain: Sequence[int]) -> list[list[int]]:
