@@ -95,13 +95,7 @@ class BruteForce:
         if self.request.pipelining == "2bw":
             turn = max(self.turn_s(s) + self.optimizer_s(s) / m for s in self.stages)
             return shape.width * shape.microbatch_size / max(turn, self.exchange_s() / m)
-        if self.request.pipelining == "one by one":
-            pieces = [(1, self.costs.front), (self.costs.blocks, self.costs.block), (1, self.costs.rear)]
-            one = sum(n * (self.at(p.forward_s) + self.at(p.backward_s)) for n, p in pieces)
-            one += self.costs.blocks * self.at(self.costs.block.forward_s) * shape.recompute
-            batch_s = m * (one + (shape.depth - 1) * self.edge_s())
-        else:
-            batch_s = (m + shape.depth - 1) * max(map(self.turn_s, self.stages))
+        batch_s = (m + shape.depth - 1) * max(map(self.turn_s, self.stages))
         return self.request.global_batch / (
             batch_s + self.exchange_s() + max(map(self.optimizer_s, self.stages))
         )
@@ -111,7 +105,6 @@ class BruteForce:
             "2bw": self.shape.depth - stage,
             "flush": min(self.m, self.shape.depth - stage),
             "gpipe": self.m,
-            "one by one": 1,
         }[self.request.pipelining]
 
     def stage_bytes(self, stage: int) -> float:
@@ -193,7 +186,7 @@ def requests(draw: st.DrawFn) -> ShapeRequest:
             node_link=link() if nodes > 1 and draw(st.booleans()) else None,
         ),
         global_batch=draw(st.sampled_from([1, 2, 6, 8, 12, 16, 24])),
-        pipelining=draw(st.sampled_from(["2bw", "flush", "gpipe", "one by one"])),
+        pipelining=draw(st.sampled_from(["2bw", "flush", "gpipe"])),
         optimizer_bytes=draw(st.sampled_from([0.0, 1.0, 2.0])),
         recompute=draw(st.sampled_from([(False,), (True,), (False, True)])),
     )

@@ -10,7 +10,6 @@ which a step of B rows has m = B / (w b) per pipeline. All (w, d, b, recompute) 
 
     2bw                   t = max_i max(c C_i + P_i + O_i / m, R_i / m)          a micro-batch takes t, m >= d
     flush, gpipe          t_batch = (m + d - 1) max_i(c C_i + P_i) + max_i R_i + max_i O_i
-    one by one            t_batch = m sum_i(c C_i + P_i) + max_i R_i + max_i O_i    one micro-batch at a time
 
     bytes of a stage      v W + G + S + q (A_tot + A_in)         everything kept
                           v W + G + S + A_tot + q A_in           recomputed
@@ -329,34 +328,21 @@ class Pipelining:
 
     versions: of the parameters.  drains: between steps; if not, the next step's batch is alive too, gradients
         are summed over replicas while the next ones are made, and m must be at least d.
-    overlaps: whether several micro-batches are under way.
     first, last: (micro-batches per step, depth) -> most in flight on the first and on the last stage.
     """
 
     versions: int
     drains: bool
-    overlaps: bool
     first: Callable[[Any, Any], Any]
     last: Callable[[Any, Any], Any]
 
 
 PIPELININGS: dict[str, Pipelining] = {
-    "2bw": Pipelining(
-        versions=2, drains=False, overlaps=True, first=lambda m, d: d, last=lambda m, d: np.ones_like(m)
-    ),
-    "flush": Pipelining(
-        versions=1, drains=True, overlaps=True, first=np.minimum, last=lambda m, d: np.ones_like(m)
-    ),
-    "gpipe": Pipelining(versions=1, drains=True, overlaps=True, first=lambda m, d: m, last=lambda m, d: m),
-    "one by one": Pipelining(
-        versions=1,
-        drains=True,
-        overlaps=False,
-        first=lambda m, d: np.ones_like(m),
-        last=lambda m, d: np.ones_like(m),
-    ),
+    "2bw": Pipelining(versions=2, drains=False, first=lambda m, d: d, last=lambda m, d: np.ones_like(m)),
+    "flush": Pipelining(versions=1, drains=True, first=np.minimum, last=lambda m, d: np.ones_like(m)),
+    "gpipe": Pipelining(versions=1, drains=True, first=lambda m, d: m, last=lambda m, d: m),
 }
-"""By name; `flush` is 1F1B, "one by one" inter-layer model parallelism without a pipeline."""
+"""By name; `flush` is 1F1B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -519,22 +505,14 @@ def _throughput(request: ShapeRequest, shapes: _Shapes) -> Array:
     edge_s = _edge_s(request, shapes)
     compute = _ends(request, shapes, lambda piece: piece.forward_s.at(rows) + piece.backward_s.at(rows))
     costs = request.costs
-    again_s = shapes.recompute * costs.block.forward_s.at(rows)
-    again = -(-costs.blocks // depth) * again_s
+    again = -(-costs.blocks // depth) * shapes.recompute * costs.block.forward_s.at(rows)
     edges = _Ends(np.minimum(depth - 1, 1), np.where(depth > 2, 2, 0), np.minimum(depth - 1, 1))
     turn = _Ends(*(c + again + e * edge_s for c, e in zip(compute, edges, strict=True)))
     exchange_s, optimizer = _exchange_s(request, shapes), _optimizer_s(request, shapes)
     if not rule.drains:
         busy = _Ends(*(t + o / m for t, o in zip(turn, optimizer, strict=True)))
         return shapes.width * rows / np.maximum(busy.most(), exchange_s / m)
-    if rule.overlaps:
-        batch_s = (m + depth - 1) * turn.most()
-    else:
-        ends = sum(
-            piece.forward_s.at(rows) + piece.backward_s.at(rows) for piece in (costs.front, costs.rear)
-        )
-        block_s = costs.block.forward_s.at(rows) + costs.block.backward_s.at(rows) + again_s
-        batch_s = m * (costs.blocks * block_s + ends + (depth - 1) * edge_s)
+    batch_s = (m + depth - 1) * turn.most()
     return request.global_batch / (batch_s + exchange_s + optimizer.most())
 
 
