@@ -1,22 +1,18 @@
-"""The list scheduler: compiled and interpreted alike, stretched schedules, few receives posted."""
+"""The list scheduler: compiled and interpreted alike, few receives posted."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from small import alike, simulated
 from timed import shape
 
-from pipeloom.checks.schedules import check
-from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import engine, loop
-from pipeloom.schedules.list_scheduler.choose import best, fastest, make, simulated_cost, stretched
+from pipeloom.schedules.list_scheduler.choose import best, fastest, make, simulated_cost
 from pipeloom.schedules.list_scheduler.tables import as_lists, tables_of
 from pipeloom.simulator.summary import summarise
 
@@ -53,58 +49,6 @@ def test_a_run_ends_once_it_is_certain_to_take_too_long(within: float) -> None:
     full = engine.run(problem)
     assert full is not None and engine.run(problem, full.step_s) == full
     assert (engine.run(problem, within) is None) == (full.step_s > within)
-
-
-@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
-@pytest.mark.parametrize("name", ["v_half", "v_min", "1f1b_v", "po", "hanayo", "chimera"])
-def test_a_schedule_made_longer_by_repeating_its_steady_state_is_the_one_that_is_made_anew(
-    name: str, times: tuple[float, float, float]
-) -> None:
-    few = shape(name, 4, 16, times=times)
-    many = replace(few, microbatches=31)
-    compared = 0
-    for short, recipe in zip(recipes_of(name, few), recipes_of(name, many), strict=True):
-        try:
-            made = stretched(make(few, short), few, recipe, 31)
-        except DeadlockError:
-            continue
-        if made is not None:
-            rows = made.rows
-            check(Schedule(name=name, microbatches=31, placement=few.placement, rows=rows), few.stages)
-            anew = make(many, recipe)
-            assert made.step_s == pytest.approx(anew.step_s) and made.peak == anew.peak
-            compared += 1
-    assert compared
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data: st.DataObject) -> None:
-    seconds, pace = st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([1.0, 1.5, 2.0])
-    times = data.draw(st.tuples(seconds, seconds, seconds))
-    s = shape("v_half", data.draw(st.integers(2, 5)), 12, times=times)
-    clock = path_clock(s, (data.draw(pace),), (data.draw(pace),), real=data.draw(st.booleans()))
-    recipe = Recipe(kinds="FIW", clock=clock, memory=s.ranks)
-    made = stretched(make(s, recipe), s, recipe, 40)
-    if made is not None:
-        longer = replace(s, microbatches=40)
-        again = make(longer, Recipe(kinds="FIW", rows=made.rows, fill=""))
-        assert again.step_s <= made.step_s + 1e-6
-        assert max(again.peak) <= s.ranks
-
-
-def test_what_is_not_the_same_for_all_micro_batches_is_not_repeated() -> None:
-    s = shape("v_half", 4, 8)
-    clock = path_clock(s)
-    late, last = (
-        Recipe(kinds="FIW", clock=lambda stage, kind, b, m=m: clock(stage, kind, b) + (b >= m), memory=4)
-        for m in (21, 31)
-    )
-    rows = Recipe(kinds="FIW", rows=make(s, late).rows, memory=4)
-    for recipe in (late, last, rows, replace(late, clock=clock, before=lambda a, b: False)):
-        assert stretched(make(s, recipe), s, recipe, 32) is None
-    tight = Recipe(kinds="FIW", clock=clock, memory=3)
-    assert stretched(make(s, replace(tight, memory=4)), s, tight, 32) is None
 
 
 @given(

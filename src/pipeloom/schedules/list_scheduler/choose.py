@@ -1,15 +1,4 @@
-"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest.
-
-Many micro-batches are ordered from few: the steady state is repeated, not ordered again. A clock that starts
-a micro-batch every so often leads to rows that repeat themselves in the middle. Where two periods in a row
-are the same on all ranks, up to the number of the micro-batch, another such period may stand between them:
-all that it needs has then run as long before it, and it holds as much.
-
-    few     | fill   | period 1 | period 2 | drain  |
-    many    | fill   | period 1 | period 2 | period 2 | period 2 | drain  |
-      later by   0          0          0        P         2 P       2 P       seconds, P those of a period
-                 0          0          0       size      2 size    2 size     micro-batches
-"""
+"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest."""
 
 from __future__ import annotations
 
@@ -24,125 +13,16 @@ import numpy as np
 
 from ...checks.schedules import check
 from ...ir.action import Action, B, F
-from ...ir.columns import F_, Columns, Floats, Rows, columns_of
+from ...ir.columns import Columns, Floats, Rows, columns_of
 from ...ir.errors import DeadlockError, ScheduleError, of_type
 from ...ir.operation import Operation
 from ...ir.schedule import Program, Schedule
 from ...lowering.transfers import add_transfers
 from ...simulator.simulate import time_actions
-from ..language.recipe import Recipe, per_rank
+from ..language.recipe import Recipe
 from ..language.shape import Shape
 from .engine import ScheduledRecipe, run
 from .tables import EPS, tables_of
-
-LONGEST_PERIOD = 4
-"""Micro-batches of the longest period that is looked for."""
-
-
-def stretched(
-    few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
-) -> ScheduledRecipe | None:
-    """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats. Only
-    for recipes by a clock that is the same for each micro-batch, and for few and many."""
-    if not _same(few.recipe, recipe, small, microbatches):
-        return None
-    more = microbatches - small.microbatches
-    if recipe.memory_bytes is not None or recipe.in_flight or recipe.in_flight_stage:
-        return None
-    if recipe.memory is not None and any(
-        peak > per_rank(recipe.memory, r) + EPS for r, peak in enumerate(few.peak)
-    ):
-        return None
-    stage = small.flow.order[0]
-    rank = small.placement[stage]
-    columns = columns_of(few.rows)
-    row = slice(*columns.offsets[rank : rank + 2])
-    begins = few.starts[rank][(columns.stage[row] == stage) & (columns.kind[row] == F_)]
-    for size in (size for size in range(1, LONGEST_PERIOD + 1) if more % size == 0):
-        # From the last forwards back to the middle of the step: further in front the fill may still be felt.
-        for first in range(len(begins) - 2 * size - 1, len(begins) // 2, -1):
-            middle, end = float(begins[first + size]), float(begins[first + 2 * size])
-            period = end - middle
-            if abs(period - (middle - begins[first])) > EPS:
-                continue
-            rank_cuts: list[tuple[int, int]] = []
-            for r in range(small.ranks):
-                if cut := _cut(few, columns, r, middle, period, size):
-                    rank_cuts.append(cut)
-                else:
-                    break
-            if len(rank_cuts) == small.ranks:
-                return replace(_longer(few, columns, rank_cuts, period, size, more // size), recipe=recipe)
-    return None
-
-
-def _same(few: Recipe, many: Recipe, s: Shape, microbatches: int) -> bool:
-    """Whether two recipes have one clock, with the same time from each micro-batch to the next."""
-    short, clock = few.clock, many.clock
-    if short is None or clock is None or many.slices > 1 or many.insert:
-        return False
-    if many.before is not None or many.together is not None:
-        return False
-    last = microbatches - 1
-    step = clock(0, F, 1) - clock(0, F, 0)
-    near = EPS * max(1.0, abs(step) * last)
-    return all(
-        abs(clock(stage, kind, last) - clock(stage, kind, 0) - step * last) < near
-        and abs(clock(stage, kind, 0) - short(stage, kind, 0)) < near
-        for stage in range(len(s.placement))
-        for kind in many.kinds_of(stage)
-    )
-
-
-def _cut(
-    few: ScheduledRecipe, columns: Columns, rank: int, middle: float, period: float, size: int
-) -> tuple[int, int] | None:
-    """Where the second of two equal periods of a rank begins and ends in its row, if they are equal."""
-    starts, begin = few.starts[rank], int(columns.offsets[rank])
-    low, here, high = np.searchsorted(starts, [middle + k * period - EPS for k in (-1, 0, 1)]).tolist()
-    streams = columns.stage.astype(np.int64) * len(columns.kinds) + columns.kind
-    kinds = len(np.unique(streams[begin : int(columns.offsets[rank + 1])]))
-    # A period has each of the rank's streams `size` times. If not, the rank falls behind, or catches up.
-    if not high - here == here - low == size * kinds:
-        return None
-    one, two = slice(begin + low, begin + here), slice(begin + here, begin + high)
-    same = np.array_equal(streams[one], streams[two]) and np.array_equal(
-        columns.microbatch[one] + size, columns.microbatch[two]
-    )
-    moved = np.abs(starts[here:high] - starts[low:here] - period)
-    return (here, high) if same and (moved <= 4 * EPS).all() else None
-
-
-def _longer(
-    few: ScheduledRecipe, columns: Columns, cuts: list[tuple[int, int]], period: float, size: int, times: int
-) -> ScheduledRecipe:
-    entries, later, starts = [], [], []
-    for rank, (here, high) in enumerate(cuts):
-        count = len(few.starts[rank])
-        again = np.arange(1, times + 1)
-        entry = np.concatenate(
-            [np.arange(high), np.tile(np.arange(here, high), times), np.arange(high, count)]
-        )
-        turn = np.concatenate(
-            [np.zeros(high, np.int64), np.repeat(again, high - here), np.full(count - high, times)]
-        )
-        entries.append(entry + columns.offsets[rank])
-        later.append(turn * size)
-        starts.append(few.starts[rank][entry] + turn * period)
-    entry = np.concatenate(entries)
-    offsets = np.concatenate([[0], np.cumsum([len(start) for start in starts])]).astype(np.int64)
-    made = Columns(
-        kind=columns.kind[entry],
-        stage=columns.stage[entry],
-        peer=columns.peer[entry],
-        microbatch=columns.microbatch[entry] + np.concatenate(later).astype(np.int32),
-        offsets=offsets,
-        kinds=columns.kinds,
-    )
-    more = times * period
-    return replace(
-        few, rows=Rows(made), starts=tuple(starts), step_s=few.step_s + more, span_s=few.span_s + more
-    )
 
 
 def row_times(columns: Columns, shape: Shape) -> tuple[Floats, Floats]:
@@ -221,33 +101,21 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
         tried = _several(family(small))
         if len(tried) != len(recipes):  # what is tried depends on how many micro-batches there are
             return best(shape, recipes)
-        scheduled: list[ScheduledRecipe] = []
-        left: list[Recipe] = []
-        for one, index in _ranked(small, tried, TRIED):
-            if many := stretched(one, small, recipes[index], shape.microbatches):
-                scheduled.append(many)
-            else:
-                left.append(recipes[index])
-        within_s = min((one.step_s for one in scheduled), default=inf) if _by_step(shape) else inf
-        if left:
-            scheduled += [one for one, _ in _ranked(shape, left, 1, within_s)]
-        return _first(shape, scheduled, posted=True)
+        return best(shape, [recipes[at] for _, at in _ranked(small, tried, TRIED)])
     except DeadlockError:  # more micro-batches may need more room
         return best(shape, recipes)
 
 
-def _ranked(
-    shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
-) -> list[tuple[ScheduledRecipe, int]]:
-    """The best few of some recipes, the best first, each with its place in the list; those whose step is
-    longer than `limit_s` are left out. Raises: what the last recipe raised, if none works."""
+def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[ScheduledRecipe, int]]:
+    """The best few of some recipes, the best first, each with its place in the list. Raises: what the last
+    recipe raised, if none works."""
     scheduled: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
         steps = sorted(one.step_s for one, _ in scheduled)
         enough = len(steps) >= most and _by_step(shape)
-        within_s = steps[most - 1] * (1 + _slack(shape)) if enough else limit_s
+        within_s = steps[most - 1] * (1 + _slack(shape)) if enough else inf
         try:
             one = _make(shape, recipe, within_s)
         except DeadlockError as error:
@@ -257,7 +125,7 @@ def _ranked(
             scheduled.append((one, index))
             if one.step_s <= bound[0] + EPS and one.span_s <= bound[1] + EPS:
                 break
-    if not scheduled and limit_s == inf:
+    if not scheduled:
         assert problem is not None
         raise problem
     places = {id(one): index for one, index in scheduled}
