@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .case import ANYWHERE, CLASSES, WIDTH, Between, Block, Case, Stack
+from .case import ANYWHERE, WIDTH, Between, Block, Case, Stack
 
 
 def tripled(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -51,11 +51,6 @@ class ForwardHooks(Stack):
 class FullBackwardHook(Stack):
     def prepare(self) -> None:
         self.blocks[1].register_full_backward_hook(lambda module, inner, outer: tripled(inner))
-
-
-class FullBackwardHookInside(Stack):
-    def prepare(self) -> None:
-        self.blocks[1].net[0].register_full_backward_hook(lambda module, inner, outer: tripled(inner))
 
 
 class FullBackwardPreHook(Stack):
@@ -291,17 +286,6 @@ class SparseEmbedding(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class SparseBag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(nets.VOCABULARY, WIDTH, mode="mean", sparse=True)
-        self.body = Block()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.head(self.body(self.bag(input_ids))).square().mean()
-
-
 class SparseProducts(Stack):
     """As layers of a graph network have them: edges are sparse, and their weights are learned."""
 
@@ -360,7 +344,6 @@ CASES = [
     ),
     Case(ForwardHooks, "hooks ran twice at each boundary"),
     Case(FullBackwardHook, "an error of torch", between="full_backward_hook"),
-    Case(FullBackwardHookInside, "an error of torch", between="full_backward_hook", slow=True),
     Case(FullBackwardPreHook, "an error of torch", between="full_backward_pre_hook"),
     Case(OldBackwardHook, "an error of torch", between="backward_hook"),
     Case(HookOnTensorInside, "a hook on a tensor was lost in export", between="a hook on a tensor"),
@@ -410,7 +393,6 @@ CASES = [
         batch=nets.token_batch,
         cuts=(2, 3),
     ),
-    Case(SparseBag, "sparse gradients", between="sparse gradients", batch=nets.token_batch, slow=True),
     Case(SparseProducts, "sparse tensors have no storage", between="computes with a sparse tensor"),
     Case(
         SparseBetween,

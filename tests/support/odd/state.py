@@ -218,19 +218,6 @@ class AveragesAnew(Averages):
         return self.inlet(h) + self.teacher(h)
 
 
-class Teacher(Stack):
-    def prepare(self) -> None:
-        self.teacher = deepcopy(self.blocks[0]).requires_grad_(False)
-
-    def run(self, h: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                for mine, theirs in zip(self.teacher.parameters(), self.blocks[0].parameters(), strict=True):
-                    mine.lerp_(theirs, 0.1)
-        target = self.teacher(h)
-        return super().run(h) + target
-
-
 class TeacherOfNorms(Stack):
     """As BYOL has it: the teacher sees other rows first, and its parts lie on any stage."""
 
@@ -500,7 +487,6 @@ CASES = [
     Case(SetsItUp, "what the first call settles is no obstacle", slow=True),
     Case(SetsItUpAndDecides, "what the first call settles is no obstacle", between="data"),
     Case(Averages, "a teacher that the forward averages was another one on each rank"),
-    Case(Teacher, "a moving average of parameters, in training mode only", cuts=(2,), slow=True),
     Case(TeacherOfNorms, "it trained, and could not be evaluated", cuts=(3, 2, 6)),
     Case(SmallEmbeddings, "the forward normalises rows", between="changes its parameter"),
     Case(AveragesData, DIFFER, expect="refused: changes the parameter teacher.*between modules", hint=STEP),
