@@ -35,12 +35,25 @@ PLAN = Plan(
     stages=(StagePlan(ops=("op0", "op1")), StagePlan(ops=("op2",))),
     schedule_rows=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"),
 )
-NUMBERS = st.none() | st.booleans() | st.integers(-2, 3) | st.sampled_from([10**9, 2**64, 1.5])
+PLAIN = st.none() | st.booleans() | st.integers(-2, 3) | st.sampled_from([10**9, 2**64, 1.5])
+
+NUMBERS = st.sampled_from(
+    ["0", "1", "2", "3", "", "-1", "007", "999999999", "4294967296", "9" * 30, "endless", "1_0", "٣", "²"]
+).map(lambda text: "9" * 5000 if text == "endless" else text)
+KINDS = st.sampled_from(
+    ["F", "B", "I", "W", "f", "FOO", "SEND_F", "RECV_B", "STEP", "REDUCE", "OFFLOAD", "", "&"]
+)
+SCRAPS = st.sampled_from(
+    [">", "<", "&", ",", " ", "\n", "\r", "\0", '"', "(", ";", ")OVERLAP_F_B", "UNSHARD"]
+)
+WORDS = st.builds("{}{}{}{}{}".format, NUMBERS, KINDS, NUMBERS, st.just("") | SCRAPS, st.just("") | NUMBERS)
+GOOD = st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 2))
+LINES = st.lists(st.one_of(GOOD, GOOD, GOOD, WORDS, st.text(max_size=8)), max_size=8).map(" ".join)
 
 
 def json_values(words: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     return st.recursive(
-        NUMBERS | words,
+        PLAIN | words,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
         max_leaves=4,
     )
