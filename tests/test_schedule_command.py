@@ -50,7 +50,7 @@ def folder(folder: Path) -> Path:
     profile = Profile(device="d", source="measured", graph="g", batch=(), costs={"a": cost, "b": cost})
     save_noun(profile, folder / "profile.json")
     (folder / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
-    (folder / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
+    (folder / "cell.csv").write_text("0F0,0B0\n1F0,1B0,1F1junk\n")
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (folder / "table.py").write_text(
@@ -148,13 +148,11 @@ def test_a_file_says_how_many_ranks_and_microbatches_there_are_and_what_replicas
 
 MISTAKES = [
     ("show 1f1b -p 0", 2, "range"),
-    ("show 1f1", 1, "did you mean 1f1b?"),
     ("show zb_1p:memory=nan", 1, "'memory=nan'"),
     ("show interleaved:group=0", 1, "group 0"),
     ("show gis_g:size=3", 1, "its options: group"),
     ("show seq1f1b:slices=0", 1, "0 slices"),
     ("show seq1f1b:slices=0x2", 1, "cannot read option"),
-    ("show 1f1b:memory=2", 1, "no option 'memory'"),
     ("show zb_1p:memory=3 --memory 8", 2, "and so does --memory 8"),
     ("search --times plan.json -p 8", 2, "on 2 ranks, -p asks for 8"),
     ("show dualpipe -m 7", 1, "7 is odd"),
@@ -176,7 +174,7 @@ MISTAKES = [
     ("why 1f1b 0I0", 1, "no rank runs 0I0"),
     ("check none.csv", 1, "none.csv"),
     ("check binary.csv", 1, "no text"),
-    ("check cell.csv", 1, "cell.csv: row 1, cell 2"),
+    ("check cell.csv", 1, "cell.csv: row 2, cell 3"),
     ("check order.csv", 1, "1B0 before 1F0"),
     ("check twice.csv", 1, "ranks 0 and 1"),
     ("check stuck.csv", 1, "rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),

@@ -63,23 +63,6 @@ def test_torch_loads_our_transfers(tmp_path: Path) -> None:
     assert formats.read_schedule(file).rows == made.rows
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("0F0,0FOO", "row 1, cell 2"),
-        ("0F0\n1F0,1F1junk", "row 2, cell 2"),
-        ("0F0\n0B0", "ranks 0 and 1"),
-        ("0F0\n2F0", "stage 1"),
-        (None, "cannot read"),
-    ],
-)
-def test_it_is_strict(text: str | None, word: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "file.csv").write_text(text)
-    with pytest.raises(ScheduleError, match=word):
-        formats.read_schedule(tmp_path / "file.csv")
-
-
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
 def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
     """Pairs included; its shape is the only one that it is for."""
