@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +71,19 @@ def one_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         quick = planners.JointPlanner(schedules=lambda _: ("1f1b",), axes=("cuts",), planners=("exact",))
         auto = planners.PLANNERS["auto"]
         monkeypatch.setitem(planners.PLANNERS, "auto", replace(auto, plan=quick))
+
+
+@pytest.fixture(autouse=True)
+def forget_operations() -> Iterator[None]:
+    """Kinds of actions and operations that a test declares are gone behind it."""
+    from pipeloom.ir.action import KINDS
+    from pipeloom.ir.operation import OPERATIONS
+    from pipeloom.viewer.labels import label
+
+    with patch.dict(KINDS), patch.dict(OPERATIONS):
+        yield
+    label.cache_clear()
+    sys.modules.pop("own_schedule", None)  # so that loading the example again declares its operation again
 
 
 @pytest.fixture

@@ -14,15 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from pipeloom.cli import main
-from pipeloom.ir.action import KINDS
-from pipeloom.ir.operation import OPERATIONS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "pipeloom"
@@ -96,13 +93,6 @@ class Reader:
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
-
-
-@pytest.fixture(autouse=True)
-def own_operations() -> Iterator[None]:
-    """What a page declares is gone behind it: other tests have operations of the same letters."""
-    with patch.dict(KINDS), patch.dict(OPERATIONS):
-        yield
 
 
 def follow(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, marks: set[str]) -> None:

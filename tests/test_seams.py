@@ -19,12 +19,11 @@ from rich.console import Console
 from pipeloom import Plan, plan, simulate
 from pipeloom.checks.schedules import check
 from pipeloom.checks.weight_versions import weight_versions
-from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
+from pipeloom.ir.action import Action, ActionKind, B, F, Kind, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
@@ -42,7 +41,7 @@ from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import formats, registry
 from pipeloom.schedules.language.shape import Shape
 from pipeloom.simulator.simulate import simulate as simulate_simulate
-from pipeloom.viewer import labels, terminal
+from pipeloom.viewer import terminal
 
 JOB = nets.job("skips")
 STAGES, MICROBATCHES, ROWS = 2, 4, 2
@@ -53,10 +52,9 @@ CLUSTER = Cluster(devices=(DEVICE,) * STAGES, within_node=Link(bandwidth_bytes_p
 @pytest.fixture(autouse=True)
 def forget_registrations() -> Iterator[None]:
     with ExitStack() as stack:
-        for table in (KINDS, OPERATIONS, WEIGHT_POLICIES, PLANNERS, registry.FAMILIES, TIERS):
+        for table in (WEIGHT_POLICIES, PLANNERS, registry.FAMILIES, TIERS):
             stack.enter_context(patch.dict(table))
         yield
-    labels.label.cache_clear()
 
 
 def planned(**how: Any) -> Plan:
