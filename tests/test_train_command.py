@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import tomllib
 from pathlib import Path
 
 import commands
 import pytest
+from processes import output, run, start
 from tiny_run import TRAIN, losses, prepare
 
 
@@ -28,10 +27,7 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str, command: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=900
-    )
+WORDS = TRAIN[1:]
 
 
 def test_a_run_leaves_everything_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,20 +60,14 @@ def test_a_run_leaves_everything_behind(folder: Path, monkeypatch: pytest.Monkey
 def test_a_run_that_is_ended_says_how_far_it_is_kept(
     folder: Path, number: signal.Signals, times: int, status: int
 ) -> None:
-    process = subprocess.Popen(
-        [*TRAIN, "config.toml", "--steps", "100000", "--out", "a"],
-        cwd=folder,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = (*WORDS, "config.toml", "--steps", "100000", "--out", "a")
+    process = start(*words, cwd=folder, start_new_session=True)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 10/"):
             break
-    second = run(folder, "--resume", "--out", "a")
-    assert second.returncode == 2 and "a is in use" in second.stderr
+    status_of_second, _, said = run(*WORDS, "--resume", "--out", "a", cwd=folder)
+    assert status_of_second == 2 and "a is in use" in said
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.1)
@@ -89,45 +79,39 @@ def test_a_run_that_is_ended_says_how_far_it_is_kept(
 
 @pytest.mark.slow
 def test_a_finished_run_goes_on_if_asked_unless_its_checkpoint_is_corrupt(folder: Path) -> None:
-    done = run(folder, "config.toml")
-    assert done.returncode == 0, done.stderr
+    output(*WORDS, "config.toml", cwd=folder)
     out = folder / "runs" / "tiny-1"
-    again = run(folder, "--set", "name=tiny", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout
-    longer = run(folder, "--set", "name=tiny", "--resume", "--steps", "8")
-    assert longer.returncode == 0 and list(losses(out)) == list(range(1, 9)), longer.stderr
+    again = output(*WORDS, "--set", "name=tiny", "--resume", cwd=folder)
+    assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again
+    output(*WORDS, "--set", "name=tiny", "--resume", "--steps", "8", cwd=folder)
+    assert list(losses(out)) == list(range(1, 9))
     os.truncate(out / "checkpoint" / "step-00000008" / "rank-0.safetensors", 100)
-    broken = run(folder, "--resume", "--out", "runs/tiny-1", "--steps", "9")
-    assert broken.returncode == 1 and broken.stdout == ""
-    assert "step-00000008 is corrupt" in broken.stderr
-    assert len(broken.stderr.splitlines()) == 2
+    status, told, errors = run(*WORDS, "--resume", "--out", "runs/tiny-1", "--steps", "9", cwd=folder)
+    assert status == 1 and told == ""
+    assert "step-00000008 is corrupt" in errors and len(errors.splitlines()) == 2
 
 
 @pytest.mark.slow
 def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
-    assert run(folder, "config.toml", "--out", "a").returncode == 0
+    output(*WORDS, "config.toml", "--out", "a", cwd=folder)
     more = ["--resume", "--out", "a", "--steps", "8", "--ranks", "3", "--schedule", "gpipe"]
-    done = run(folder, *more, "--set", "pipeline.plan=")
-    assert done.returncode == 0, done.stderr
+    output(*WORDS, *more, "--set", "pipeline.plan=", cwd=folder)
     assert list(losses(folder / "a")) == list(range(1, 9))
     assert json.loads((folder / "a" / "plan.json").read_text())["schedule"] == "gpipe"
 
 
 @pytest.mark.slow
 def test_under_torchrun_each_process_is_a_rank(folder: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeloom"]
-    done = run(folder, "train", "config.toml", "--out", "a", command=torchrun)
-    assert done.returncode == 0, done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    words = (*torchrun, *WORDS, "config.toml", "--out", "a")
+    output(*words, cwd=folder)
     assert list(losses(folder / "a")) == list(range(1, 7))
-    refused = run(folder, "train", "config.toml", "--out", "a", command=torchrun)
-    assert refused.returncode != 0 and "error: a holds a run already" in refused.stderr
+    status, _, errors = run(*words, cwd=folder)
+    assert status != 0 and "error: a holds a run already" in errors
 
 
 @pytest.mark.slow
 def test_bench(folder: Path) -> None:
-    command = [sys.executable, "-m", "pipeloom", "bench", "--steps", "2", "--warmup", "1", "--json"]
-    done = run(folder, "--microbatches", "2", "--microbatch-size", "1", command=command)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
+    words = "-m pipeloom bench --steps 2 --warmup 1 --json --microbatches 2 --microbatch-size 1"
+    figures = json.loads(output(*words.split(), cwd=folder))
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])

@@ -3,13 +3,12 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from processes import output
 
 lightning = pytest.importorskip("lightning", reason="lightning is an optional extra, and not installed")
 
@@ -24,9 +23,7 @@ def run(folder: Path, *words: str, ranks: int | None = None) -> None:
     folder.mkdir(exist_ok=True)
     launcher = () if ranks is None else (*LAUNCHED, str(ranks))
     piped = () if ranks is None else ("piped",)
-    command = [sys.executable, *launcher, SCRIPT, str(folder), *piped, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    output(*launcher, SCRIPT, folder, *piped, *words)
 
 
 def logs(folder: Path) -> list[dict[str, float]]:

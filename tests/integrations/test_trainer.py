@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import output
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,9 +21,7 @@ TIMES = ("runtime", "per_second")
 
 def run(folder: Path, *words: str, ranks: int | None = None) -> None:
     launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, SCRIPT, str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    output(*launcher, SCRIPT, folder, *words)
 
 
 def log(folder: Path, recipe: str) -> list[dict[str, Any]]:

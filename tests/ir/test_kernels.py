@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import output
 
 from pipeloom.ir.kernels import COMPILED_FROM, LOADED_FROM, kernel
 
@@ -49,16 +47,8 @@ def ran(folder: Path, size: int, inner: str = INNER) -> tuple[list[str], int]:
     (folder / "squares.py").write_text(SQUARES)
     (folder / "inner.py").write_text(inner)
     cache = folder / "cache"
-    done = subprocess.run(
-        [sys.executable, "-B", "squares.py", str(size)],
-        cwd=folder,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout.splitlines(), len(list(cache.rglob("*.nbc")))
+    told = output("-B", "squares.py", size, cwd=folder, env={"NUMBA_CACHE_DIR": str(cache)})
+    return told.splitlines(), len(list(cache.rglob("*.nbc")))
 
 
 @pytest.mark.slow
@@ -113,10 +103,8 @@ def test_kept_machine_code_is_loaded_from_fewer_elements_once_numba_is(tmp_path:
         ((COMPILED_FROM, LOADED_FROM - 1), True),
         ((COMPILED_FROM - 1, LOADED_FROM), True),  # numba is not loaded
     ):
-        command = [sys.executable, "-B", "two.py", *map(str, sizes)]
-        env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{interpreted}\n", sizes
+        env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        assert output("-B", "two.py", *sizes, cwd=tmp_path, env=env) == f"{interpreted}\n", sizes
 
 
 def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
@@ -161,8 +149,5 @@ def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
     for types in ("before", "after"):
         (tmp_path / f"{types}.py").write_text(TYPES)
         (tmp_path / "work.py").write_text(KERNEL.format(types=types))
-        done = subprocess.run(
-            [sys.executable, "-c", "import work"], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.stdout == "1000000\n", done.stderr
+        assert output("-c", "import work", cwd=tmp_path) == "1000000\n"
         (tmp_path / f"{types}.py").unlink()
