@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from io import StringIO
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import nets
 import pytest
 import runs
-from rich.console import Console
 
 from pipeloom import Plan, plan, simulate
-from pipeloom.checks.schedules import check
 from pipeloom.checks.weight_versions import weight_versions
 from pipeloom.ir.action import Action, ActionKind, B, F, Kind, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.schedule import Program, Schedule, parse_rows
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policies import WEIGHT_POLICIES, Updates, WeightPolicy
@@ -41,7 +38,6 @@ from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import formats, registry
 from pipeloom.schedules.language.shape import Shape
 from pipeloom.simulator.simulate import simulate as simulate_simulate
-from pipeloom.viewer import terminal
 
 JOB = nets.job("skips")
 STAGES, MICROBATCHES, ROWS = 2, 4, 2
@@ -67,22 +63,13 @@ def simulated(made: Plan) -> Timeline:
     return simulate(made, graph, estimate(graph, CLUSTER), CLUSTER)
 
 
-def drawn(timeline: Timeline) -> str:
-    console = Console(width=160, file=StringIO(), record=True)
-    console.print(terminal.gantt(timeline))
-    return console.export_text()
-
-
 def assert_trains_like_plain_pytorch(made: Plan) -> None:
     batches = [JOB.batch(step, ROWS * MICROBATCHES) for step in range(2)]
     trained = runs.pipelined(JOB, made, batches)
     runs.assert_same(trained, runs.plain(JOB, batches, MICROBATCHES), tolerance=1e-5)
 
 
-T = TypeVar("T", Schedule, Program)
-
-
-def after_forwards(made: T, kind: Kind) -> T:
+def after_forwards(made: Schedule, kind: Kind) -> Schedule:
     """With an action of a kind behind every forward."""
     rows = [[(a, replace(a, kind=kind)) if a.kind == F else (a,) for a in row] for row in made.rows]
     return replace(made, rows=tuple(tuple(action for part in row for action in part) for row in rows))
@@ -98,11 +85,6 @@ def test_a_kind_of_action() -> None:
 
     plain = registry.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
     napping = after_forwards(plain, kind)
-    check(napping, chain(STAGES))
-    assert parse_rows(tuple(str(napping).splitlines())) == napping.rows
-    early = replace(plain, rows=((Action(0, kind, 0), *plain.rows[0]), plain.rows[1]))
-    with pytest.raises(ScheduleError, match="rank 0 runs 0NAP0 before 0F0, which it needs"):
-        check(early, chain(STAGES))
     with pytest.raises(ScheduleError, match="CSV files have no action 0NAP0"):
         formats.schedule_text(napping)
 
@@ -112,7 +94,6 @@ def test_a_kind_of_action() -> None:
     naps = [event for event in timeline.events if event.action.startswith("0NAP")]
     assert [event.duration_s for event in naps] == [0.5] * MICROBATCHES
     assert {event.stream for event in naps} == {"compute"}
-    assert "a short nap" in drawn(timeline)
 
     even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
     assert_trains_like_plain_pytorch(replace(even, schedule_rows=tuple(str(napping).splitlines())))
@@ -131,9 +112,7 @@ def test_a_schedule() -> None:
 
     made = planned(schedule="lifo")
     assert made.schedule_rows[0] == "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
-    timeline = simulated(made)
-    assert timeline.step_s == made.predicted_step_s > 0
-    assert "forward" in drawn(timeline)
+    assert simulated(made).step_s == made.predicted_step_s > 0
     assert_trains_like_plain_pytorch(made)
 
 
