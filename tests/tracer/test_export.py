@@ -29,31 +29,6 @@ def test_what_is_watched_for_in_autograd_is_put_back() -> None:
     assert (torch.autograd.grad, Signed.apply) == watched and Signed.apply(torch.ones(1)).item() == 2.0
 
 
-class ClampsInPlace(Stack):
-    """Autograd passes the gradient on as if nothing had been clamped."""
-
-    def run(self, h: Tensor) -> Tensor:
-        h = self.blocks[0](h)
-        with torch.no_grad():
-            h.clamp_(min=0)
-        return self.blocks[1](h)
-
-
-class InfersApart(Stack):
-    def run(self, h: Tensor) -> Tensor:
-        with torch.inference_mode():
-            target = self.blocks[0](h)
-        return self.blocks[2](self.blocks[1](h) + target.clone())
-
-
-@pytest.mark.parametrize(("model", "exported"), [(ClampsInPlace, False), (InfersApart, True)])
-def test_gradients_that_the_forward_stops_or_passes_on(model: type[nn.Module], exported: bool) -> None:
-    assert (not capture_of(job(model)).graph.fallback) == exported
-    plan, batches = even_plan(job(model), 2, microbatches=2), [job(model).batch(seed, 4) for seed in range(2)]
-    found = pipelined(job(model), plan, batches, compare=False)
-    assert_same(found, plain(job(model), batches, 2), tolerance=1e-5)
-
-
 KEPT: dict[str, Tensor | None] = {"late": None}
 
 

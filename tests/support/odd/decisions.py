@@ -322,6 +322,12 @@ class InPlaceBetween(InPlace, Between):
     pass
 
 
+class ChangesItsBatch(Between):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x.mul_(2.0)
+        return {"loss": F.cross_entropy(self.head(self.run(self.inlet(x)) + x), y)}
+
+
 class ThroughViews(Between):
     def run(self, h: Tensor) -> Tensor:
         h = self.blocks[0](h)
@@ -696,6 +702,7 @@ CASES = [
     Case(UsesNumpy, "NumPy in the forward", between="numpy", slow=True),
     Case(InPlace, "changes tensors that modules gave, and views of them", slow=True),
     Case(InPlaceBetween, "changes what modules gave, and views of it", between="data", slow=True),
+    Case(ChangesItsBatch, "the batch is changed once for each stage", between="data", cuts=(2,)),
     Case(ThroughViews, "what is sent was changed through a view before", between="data"),
     Case(LeftInAList, "modules leave tensors where no other stage sees them", between="data", slow=True),
     Case(RoutesBetween, "sizes between modules depend on data", between="data", slow=True),

@@ -167,6 +167,13 @@ class ClampsWithoutGradient(Stack):
         return self.blocks[2](self.blocks[1](h * 1))
 
 
+class InfersApart(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = self.blocks[0](h)
+        return self.blocks[2](self.blocks[1](h) + target.clone())
+
+
 class FreezesForAWhile(Stack):
     """As the generator's loss does with a discriminator."""
 
@@ -365,6 +372,7 @@ CASES = [
             (FreezesInside, "requires a gradient"),
         )
     ),
+    Case(InfersApart, "its gradient is stopped in export, too"),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
     *(
         Case(model, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad")
