@@ -17,7 +17,7 @@ ALIKE = 1e-6
 """Share of the step below which two steps are as fast; the shallower pipeline then wins, which holds less."""
 
 
-def faster_of(side_by_side: JointSearch, in_a_row: JointSearch) -> Plan:
+def faster_of(branched: JointSearch, in_a_row: JointSearch) -> Plan:
     """The faster of the plans of two searches, of which the second has stages that run one after another.
 
     Its notes say what both take, for whoever wants to see what branches gain: seconds, bytes of the rank that
@@ -27,14 +27,14 @@ def faster_of(side_by_side: JointSearch, in_a_row: JointSearch) -> Plan:
     with suppress(InfeasibleError):
         row = in_a_row.run()
     try:
-        plan = side_by_side.run()
+        plan = branched.run()
     except InfeasibleError:
         if in_a_row.best is None:
             raise
         return row
-    if side_by_side.best is None or in_a_row.best is None:
+    if branched.best is None or in_a_row.best is None:
         return plan
-    best, other = side_by_side.best.found, in_a_row.best.found
+    best, other = branched.best.found, in_a_row.best.found
     if row.predicted_step_s * (1 + ALIKE) < plan.predicted_step_s:
         return row
     if best.depth == len(best.parts):

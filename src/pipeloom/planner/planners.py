@@ -81,7 +81,7 @@ class JointPlanner:
     axes: by name, of `AXES`; () for all.  planners: whose cuts it begins with; () for all.
     orders: whether orders are tried that are no schedule of the library.
     one: plans for one schedule, the usual one if none is named.
-    side_by_side: begins with stages that form a DAG, and says what the best chain takes.
+    branched: begins with stages that form a DAG, and says what the best chain takes.
     widths: whether there may be several pipelines side by side.
     """
 
@@ -90,7 +90,7 @@ class JointPlanner:
     planners: tuple[str, ...] = ()
     orders: bool = True
     one: bool = False
-    side_by_side: bool = False
+    branched: bool = False
     widths: bool = False
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
@@ -108,7 +108,7 @@ class JointPlanner:
 
     def _plan(self, request: Request, *, explained: bool) -> Plan:
         search, options = self._search(request, explained=explained), request.options
-        if not (self.side_by_side and request.side_by_side and options.fastest):
+        if not (self.branched and request.branched and options.fastest):
             return search.run()
         in_a_row = replace(request, options=replace(options, branches=False))
         return faster_of(search, self._search(in_a_row, explained=False))
@@ -131,7 +131,7 @@ class JointPlanner:
         for name in self.planners or PLANNERS:
             plan, search = planner(name).plan, search_of(request, name)
             own = plan if isinstance(plan, OwnSearch) else None
-            if isinstance(plan, JointPlanner) and not plan.side_by_side:
+            if isinstance(plan, JointPlanner) and not plan.branched:
                 continue
             many = own is not None and own.arranges and len(search.model) > FEW_OPS
             many |= request.layout.stages > MANY_STAGES and name not in (self.planners or QUICK)
@@ -147,7 +147,7 @@ class JointPlanner:
                     else:
                         record.note(record.planners, name, "no cut fits")
                 else:
-                    yield from ((name, point) for point in _side_by_side_seeds(request))
+                    yield from ((name, point) for point in _branched_seeds(request))
             except PlanError as error:
                 record.note(record.planners, name, error.message)
 
@@ -165,8 +165,8 @@ class JointPlanner:
                 ways.append((plan, search_of(request, name)))
         for own, of_planner in ways:  # the first of them says why there is none
             kept = kept or own.candidates(request, of_planner, log if log.search is None else SearchLog())
-        if self.side_by_side or not self.planners:
-            kept = kept or list(islice(_side_by_side_that_fit(request), 1))
+        if self.branched or not self.planners:
+            kept = kept or list(islice(_branched_that_fit(request), 1))
         if not kept:
             raise refusal(request, search, log, explained=explained)
         yield "filled", Point(asked, kept[0].search, kept[0].cuts)
@@ -201,15 +201,15 @@ def _exact_candidates(request: Request) -> list[Candidate]:
     return found
 
 
-def _side_by_side_seeds(request: Request) -> Iterator[Point]:
-    for order in request.orders_to_try[:2] if request.side_by_side else ():
+def _branched_seeds(request: Request) -> Iterator[Point]:
+    for order in request.orders_to_try[:2] if request.branched else ():
         search = replace(request.search(order), by_depth=True, treatments=())
         yield from (Point(request, search, cuts) for cuts in islice(shallow_cuts(search), 2))
 
 
-def _side_by_side_that_fit(request: Request) -> Iterator[Candidate]:
+def _branched_that_fit(request: Request) -> Iterator[Candidate]:
     """Stages of a DAG that keep their caps; residuals are freed only where that does not go without."""
-    orders = request.branch_orders(request.layout.stages) if request.side_by_side else []
+    orders = request.branch_orders(request.layout.stages) if request.branched else []
     for treatments in dict.fromkeys(((), request.treatments)):
         for share in (1.0, *LOWERED):
             for order in orders:
@@ -307,7 +307,7 @@ PLANNERS: dict[str, Planner] = {
             planners=("graphpipe", "exact", "probe"),
             orders=False,
             one=True,
-            side_by_side=True,
+            branched=True,
         ),
         granularity="op",
         optimises="always",
@@ -426,7 +426,7 @@ def first_way(options: PlanOptions, by: str = "dawnpiper") -> PlanOptions:
 def ways_of(options: PlanOptions) -> list[PlanOptions]:
     """The same, and where stages may run side by side also as a chain and by planners of chains."""
     plan = planner(options.planner).plan
-    of_dags = isinstance(plan, JointPlanner) and plan.side_by_side
+    of_dags = isinstance(plan, JointPlanner) and plan.branched
     if not of_dags or not options.branches or not options.fastest:
         return [options]
     chains = (options.changed(planner=name) for name in ("exact", "probe"))

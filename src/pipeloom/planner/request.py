@@ -196,7 +196,7 @@ class Request:
         return self.options.weights or self.entry.weights
 
     @property
-    def side_by_side(self) -> bool:
+    def branched(self) -> bool:
         """Whether stages may form a DAG."""
         return self.options.branches and self.layout.in_line
 

@@ -154,7 +154,7 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Stages side by side, in several orders of branches; and with more micro-batches in flight. Of several
     stages on a rank, which are a chain, the order of branches alone."""
     request = line.point.request
-    if not request.side_by_side:
+    if not request.branched:
         yield from search.cuts_in_branch_orders(line.point)
         return
     orders, stages = request.orders_to_try, request.layout.stages
