@@ -1,14 +1,23 @@
 """The examples run as their first lines say."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import good
-from processes import output
 from tiny_run import TRAIN
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def output(*words: str, cwd: Path | None = None) -> str:
+    """In the environment of a user, without what only tests can import."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def losses(*words: str) -> list[float]:

@@ -38,7 +38,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_large_search_finds_all_its_code(tmp_path: Path, env: dict[str, str]) -> None:
     """A search that frees memory on every stage compiles nothing."""
-    with processes.start(*WORDS, env=env, stdin=PIPE) as process:
+    with processes.start(*WORDS, env=env, stdin=PIPE, stdout=None, stderr=None) as process:
         assert process.wait(600) == 0
     made = set(tmp_path.rglob("*.nbc"))
     assert any("pick_all" in file.name for file in made) and any("run_sharing" in file.name for file in made)

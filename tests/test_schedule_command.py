@@ -51,6 +51,7 @@ def folder(folder: Path) -> Path:
     save_noun(profile, folder / "profile.json")
     (folder / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (folder / "cell.csv").write_text("0F0,0B0\n1F0,1B0,1F1junk\n")
+    (folder / "hole.csv").write_text("0F0,0B0\n2F0,2B0\n")
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (folder / "table.py").write_text(
@@ -175,6 +176,7 @@ MISTAKES = [
     ("check none.csv", 1, "none.csv"),
     ("check binary.csv", 1, "no text"),
     ("check cell.csv", 1, "cell.csv: row 2, cell 3"),
+    ("check hole.csv", 1, "stage 1"),
     ("check order.csv", 1, "1B0 before 1F0"),
     ("check twice.csv", 1, "ranks 0 and 1"),
     ("check stuck.csv", 1, "rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),

@@ -52,7 +52,8 @@ class WidthSearch:
         self.ended = list[str]()
 
     def run(self) -> Plan:
-        """Raises: what the plan of one pipeline does, if no width has a plan."""
+        """Raises: what the plan of one pipeline does, if no width has a plan; ConfigError if the rows of a
+        step are no multiple of those of a micro-batch."""
         count = self.request.microbatches_of(self.model.size)
         between = [width for width in divisors(self.ranks)[1:-1] if count % width == 0]
         try:
@@ -123,6 +124,7 @@ class WidthSearch:
         return told is not None and (told["gap"] or 0.0) <= max(CLOSEST, self.request.options.simpler_within)
 
     def _simplest(self) -> Plan:
+        """Of those that are nearly as fast as the fastest."""
         plans = self.found.values()
         limit_s = min(map(least_known_s, plans)) * (1 + max(SAME, self.request.options.simpler_within))
         near = [plan for plan in plans if plan.predicted_step_s <= limit_s]

@@ -107,6 +107,13 @@ def test_kept_machine_code_is_loaded_from_fewer_elements_once_numba_is(tmp_path:
         assert output("-B", "two.py", *sizes, cwd=tmp_path, env=env) == f"{interpreted}\n", sizes
 
 
+@pytest.mark.slow
+def test_where_nothing_can_be_kept_nothing_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": "/proc/none"}
+    assert output("-B", "two.py", COMPILED_FROM, LOADED_FROM, cwd=tmp_path, env=nowhere) == "True\n"
+
+
 def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
     @kernel
     def first(values):  # type: ignore[no-untyped-def]

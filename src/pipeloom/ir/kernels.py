@@ -9,6 +9,7 @@ only where neither can be written. docs/decisions.md says why (9).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from inspect import getsourcefile
@@ -67,9 +68,15 @@ class Kernel(Generic[P, R]):
 
     @cached_property
     def _is_kept(self) -> bool:
-        """Whether machine code of this version lies in the cache."""
-        stats, name = getattr(self.compiled, "stats", None), self.compiled.__qualname__
-        return stats is not None and any(Path(stats.cache_path).glob(f"*.{name}-*.nbi"))
+        """Whether machine code of this version lies in the cache, for arguments of some types."""
+        name = f"*.{self.compiled.__qualname__}-*.py{sys.version_info.major}{sys.version_info.minor}.nbi"
+        return self.cache_path is not None and any(Path(self.cache_path).glob(name))
+
+    @property
+    def cache_path(self) -> str | None:
+        """Where machine code is kept; None if it is for this process only."""
+        stats = getattr(self.compiled, "stats", None)
+        return None if stats is None else stats.cache_path
 
     @cached_property
     def interpreted(self) -> Callable[P, R]:
@@ -168,8 +175,7 @@ def compile_at_once() -> None:
 
 def code_is_kept() -> bool:
     """Whether machine code is kept for other processes: whether there is a folder for it."""
-    dispatcher: Any = kernel(_largest).compiled  # any function of the package would do
-    return hasattr(dispatcher, "stats") and dispatcher.stats.cache_path is not None
+    return kernel(_largest).cache_path is not None  # any function of the package would do
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import textwrap
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -251,6 +252,26 @@ def bounds_hold(seed: int) -> tuple[SearchProblem, Exact]:
     if exact.proved:
         assert exact.candidate.step_s == pytest.approx(exact.bound_s)
     return asked, exact
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_within_other_limits_it_is_another_problem(seed: int) -> None:
+    """What is not worked out again is what would be."""
+    asked = random_case(seed)
+    names = [name for name, one in vars(SearchProblem).items() if isinstance(one, cached_property)]
+    for name in names:
+        getattr(asked, name)
+    caps = () if asked.caps else (3.0,) * asked.ranks
+    other, again = asked.within(caps), replace(asked, caps=caps)
+    assert {"arrays", "shape", "limits"} < set(names)
+    for name in names:
+        one, two = getattr(other, name), getattr(again, name)
+        if name == "arrays":
+            assert all(map(np.array_equal, one, two))
+        elif name == "shape":  # holds a function
+            assert (one.limit_bytes, one.costs, one.placement) == (two.limit_bytes, two.costs, two.placement)
+        else:
+            assert one == two
 
 
 @needs_solver

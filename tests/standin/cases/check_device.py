@@ -43,6 +43,7 @@ def test_it_does_not_depend_on_what_ran_first() -> None:
     time.sleep(0.05)  # and the host has not asked whether it is over
     with other, refused("reads"):
         x * 2
+    assert "check_device.py:" in standin.reports[0].place
     gate = threading.Event()
     standin.launch(current(), "gate", gate.wait)
     y = torch.ones(100, device=DEVICE)

@@ -57,13 +57,22 @@ class DownSets:
     def __init__(self, graph: PieceGraph, most: int) -> None:
         self.graph = graph
         pieces = len(graph.seconds)
-        reads = [0] * pieces
+        reads, readers = [0] * pieces, [list[int]() for _ in range(pieces)]
         for maker, reader in graph.edges:
             reads[reader] |= 1 << maker
-        masks = [0]
-        for held in masks:  # gets one more piece, behind all that it has: so each is listed once
-            left = ~held
-            masks += [held | 1 << p for p in range(held.bit_length(), pieces) if not reads[p] & left]
+            readers[maker].append(reader)
+        # Each gets one more piece, behind all that it has, so that it is listed once. ready: of each, pieces
+        # outside that read nothing outside.
+        masks, ready = [0], [sum(1 << p for p in range(pieces) if not reads[p])]
+        for number, held in enumerate(masks):
+            behind = ready[number] >> held.bit_length() << held.bit_length()
+            while behind:
+                piece = behind & -behind
+                behind ^= piece
+                grown = held | piece
+                freed = (r for r in readers[piece.bit_length() - 1] if not reads[r] & ~grown)
+                masks.append(grown)
+                ready.append((ready[number] ^ piece) | sum(1 << r for r in freed))
             if len(masks) > most:
                 raise PlanError(
                     f"{pieces} pieces have more than {most:,} down-sets, where this planner stops",

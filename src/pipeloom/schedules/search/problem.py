@@ -251,9 +251,9 @@ class SearchProblem:
     def within(self, caps: tuple[float, ...]) -> SearchProblem:
         """The same within other limits. What does not depend on them is not worked out again."""
         other = replace(self, caps=caps)
-        depends = {"limits", "shape", "arrays", *vars(other)}
-        vars(other).update({name: known for name, known in vars(self).items() if name not in depends})
-        vars(other)["arrays"] = self.arrays._replace(cap=other._most_held)
+        own = {"limits", "shape", "arrays", *vars(other)}
+        vars(other).update({name: known for name, known in vars(self).items() if name not in own})
+        vars(other)["arrays"] = self.arrays._replace(cap=other._rounded_limits)
         return other
 
     @cached_property
@@ -421,11 +421,12 @@ class SearchProblem:
             meet=(here @ here.T) > 0,
             tail=np.array([0.0] * len(units) if self.shortest == "span" else self.tails, np.float64),
             span=self.shortest == "span",
-            cap=self._most_held,
+            cap=self._rounded_limits,
         )
 
     @property
-    def _most_held(self) -> Floats:
+    def _rounded_limits(self) -> Floats:
+        """The limits, and what a sum of sizes may be off by."""
         return np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9
 
     def _links(self, maker: int, reader: int) -> list[tuple[int, int]]:
