@@ -29,6 +29,14 @@ COLOURS: dict[str, str] = {
 }
 OTHER = "#b5b356"
 
+WAITS = {
+    "CLIP": "sum the gradients' norm over ranks",
+    "SUMS": "wait for sums over ranks",
+    "ROOM": "wait for room under the cap",
+    "END": "wait at the step's end",
+}
+"""What measured timelines have beside actions."""
+
 
 @dataclass(frozen=True)
 class Label:
@@ -47,7 +55,7 @@ class Label:
 
 @lru_cache(maxsize=65536)
 def label(action: str) -> Label:
-    """Text that is no instruction is its own group, shown as it is.
+    """Text that is no instruction is its own group.
 
     >>> label("0F3").meaning
     'stage 0: forward of micro-batch 3'
@@ -57,7 +65,7 @@ def label(action: str) -> Label:
     try:
         step = parse_action(action, in_program=True)
     except ScheduleError:
-        return Label(action, group=action, stage=None, microbatch=None, meaning=action)
+        return Label(action, group=action, stage=None, microbatch=None, meaning=group_name(action))
     stage, group, microbatch = step.stage, str(step.kind), None
     meaning = f"stage {stage}: {group_name(group)}"
     if not step.is_stage_wide:
@@ -88,11 +96,11 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 
 def group_name(group: str) -> str:
     """
-    >>> group_name("I"), group_name("STEP"), group_name("clip")
-    ('input gradient', 'optimizer step', 'clip')
+    >>> group_name("I"), group_name("STEP"), group_name("ROOM"), group_name("mine")
+    ('input gradient', 'optimizer step', 'wait for room under the cap', 'mine')
     """
     row = KINDS.get({"SEND": SEND_F, "wait": RECV_F}.get(group, Kind(group)))
-    return group if row is None else row.label
+    return WAITS.get(group, group) if row is None else row.label
 
 
 def computes(group: str) -> bool:
