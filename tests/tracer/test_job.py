@@ -65,6 +65,8 @@ def test_from_a_file_and_from_a_module(folder: Path) -> None:
     assert load_job("pack.inner:make").name == "loaded"
     (folder / "alone.py").write_text(f"{GOOD}\njob = make\n")
     assert load_job("alone.py").name == "loaded"
+    (folder / "itself.py").write_text(f"{GOOD}\njob = make()\n")
+    assert load_job("itself.py").name == "loaded"
 
 
 def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:

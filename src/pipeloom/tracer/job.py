@@ -65,11 +65,11 @@ class Job:
     """What messages call the place where a loss is given."""
 
 
-_HINT = "name a function that returns a pipeloom.Job, as file.py:function or package.module:function"
+_HINT = "name a pipeloom.Job, or a function that returns one, as file.py:name or package.module:name"
 
 
 def load_job(spec: str) -> Job:
-    """Import the module and call the function; of a file by itself, its function `job`.
+    """Import the module and call the function, if the job is not there itself; of a file by itself, `job`.
 
     Raises: ConfigError if the file, module or function is missing, the function wants arguments, or what
         it returns is no Job; and for an exception inside the user's code, which is its cause.
@@ -79,6 +79,8 @@ def load_job(spec: str) -> Job:
         raise ConfigError(f"model {spec!r} names no function", hint=_HINT)
     module = load_user_file(Path(where), hint=_HINT) if where.endswith(".py") else _from_name(where, name)
     function = getattr(module, name, None)
+    if isinstance(function, Job):
+        return function
     if not callable(function):
         what = "has no function" if function is None else "has something that is not a function under"
         known = [n for n in vars(module) if callable(getattr(module, n))]
