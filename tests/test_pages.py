@@ -155,6 +155,11 @@ def test_a_page_names_what_there_is(page: Path) -> None:
     assert not list(untrue(page))
 
 
+def test_the_index_lists_every_page() -> None:
+    listed = (ROOT / "docs" / "index.md").read_text().split()
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= set(listed)
+
+
 def test_code_names_pages_that_exist() -> None:
     files = [f for folder in ("src", "bench", "examples", "tests") for f in (ROOT / folder).rglob("*.py")]
     named = {name for f in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", f.read_text())}

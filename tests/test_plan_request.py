@@ -69,7 +69,12 @@ def captured() -> CapturedModel:
 
 
 def request_for(memory: int, **how: Any) -> PlanRequest:
-    how = {"planner": "dawnpiper", "treatments": ["recompute"], "microbatches": COUNT} | how
+    how = {
+        "planner": "dawnpiper",
+        "schedule": "1f1b",
+        "treatments": ["recompute"],
+        "microbatches": COUNT,
+    } | how
     return make_request(ranks=2, cluster=cpu_cluster(2, memory=memory), **how)
 
 
@@ -151,7 +156,8 @@ GPT = gpt_job()
 
 
 def side_by_side(cluster: str = "4 x cpu", **how: object) -> Plan:
-    how = {"ranks": 2, "replicas": 2, "microbatches": 8, "microbatch_size": 2, "planner": "exact"} | how
+    of_each = {"ranks": 2, "microbatches": 8, "microbatch_size": 2}
+    how = {**of_each, "replicas": 2, "planner": "exact", "schedule": "1f1b"} | how
     return planning.plan(GPT, cluster=cluster, captured=capture_of(GPT), **how)
 
 

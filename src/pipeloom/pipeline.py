@@ -55,7 +55,7 @@ from .runtime.checkpoint import SafetensorsFolder, TrainState, find_weights, wri
 from .runtime.first_batch import FirstBatches
 from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
-from .runtime.optimizer_bytes import optimizers_of
+from .runtime.optimizers import optimizers_of
 from .runtime.rank import Rank
 from .runtime.recorder import DeviceClock, HostClock, Recorder
 from .runtime.tier import Tier

@@ -100,7 +100,7 @@ def with_updates(
     optimizers update many parameters at once.
     master_weights: it updates float32 copies of those of lower precision.
     """
-    from .runtime.optimizer_bytes import stand_ins, update_bytes
+    from .runtime.optimizers import stand_ins, update_bytes
 
     params = stand_ins(graph, master_weights)
     known = update_bytes(job.optimizer, params, not all(map(is_cpu, devices)), graph.rows)

@@ -25,7 +25,7 @@ from .run_options import Options
 from .runnable import refuse_master_weights
 from .runtime.batches import agree_on_layouts, rows_of, signature_of
 from .runtime.channel import Channel
-from .runtime.optimizer_bytes import stand_ins
+from .runtime.optimizers import stand_ins
 from .runtime.rank import Variant
 from .runtime.reduce_and_step import shared_by
 from .runtime.weights import Weights

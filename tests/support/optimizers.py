@@ -19,7 +19,7 @@ from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
 from pipeloom.ir.plan import widened
-from pipeloom.runtime.optimizer_bytes import optimizers_of, stand_in, update_bytes
+from pipeloom.runtime.optimizers import optimizers_of, stand_in, update_bytes
 from pipeloom.train import muon
 
 CLASSES: Mapping[str, type[Optimizer]] = {

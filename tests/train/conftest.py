@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from drawings import computing
 from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.step_reports import StepReport
 from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from pipeloom.train.workload import Workload, gpt_workload, rate_scheduler
 
@@ -29,7 +29,7 @@ class PlainPipeline:
         self.schedulers = [self.scheduler]
         self.clip_norm = config.optimizer.clip_norm
         self.steps_done = 0
-        self.report: SimpleNamespace | None = None
+        self.report: StepReport | None = None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         loss = self.model(**batch).loss
@@ -39,13 +39,15 @@ class PlainPipeline:
         self.optimizer.step()
         self.scheduler.step()
         self.steps_done += 1
-        self.report = SimpleNamespace(
-            step_s=float(self.steps_done),
-            bubble=0.25,
+        step_s = float(self.steps_done)
+        self.report = StepReport(
+            loss=loss.item(),
+            step_s=step_s,
+            wall_s=(step_s, step_s),
+            busy_s=(step_s, 0.5 * step_s),
+            waited_s=(0.0, 0.5 * step_s),
             peak_bytes=(1 << 20, 2 << 20),
             grad_norm=float(norm),
-            mfu=None,
-            tf32=None,
         )
         return loss.item()
 
@@ -53,8 +55,9 @@ class PlainPipeline:
 
     def steps(self, batches):
         for batch in batches:
-            loss = self.step(batch)
-            yield SimpleNamespace(**{**vars(self.report or SimpleNamespace()), "loss": loss})
+            self.step(batch)
+            assert self.report is not None
+            yield self.report
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         with torch.no_grad():

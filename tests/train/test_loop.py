@@ -116,7 +116,8 @@ def test_a_run_of_another_job_is_named(tiny: Config, run: Callable, plain: Calla
 
 def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path: Path) -> None:
     pipeline, workload = plain(tiny)
-    pipeline.step = lambda batch: float("nan")
+    steps = pipeline.steps
+    pipeline.steps = lambda batches: (dataclasses.replace(r, loss=float("nan")) for r in steps(batches))
     with pytest.raises(PipeloomError, match="the loss of step 1 is nan"):
         train(pipeline, tiny, workload, tmp_path, console=console())
     assert [line["step"] for line in lines(tmp_path)] == [0]

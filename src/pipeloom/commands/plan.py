@@ -109,8 +109,8 @@ def reported(
     from .. import plan_request
     from ..plan_words import WHOLE_STEP, words_sentence
     from ..planner import plan_table
+    from ..planner.branch_gain import branch_figures
     from ..planner.joint.search_record import searched_for, sentences
-    from ..planner.notes import branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are scaled as this one is.

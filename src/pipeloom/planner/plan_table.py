@@ -28,8 +28,8 @@ from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
 from ..ir.weight_policies import optimizer_shares
 from ..lowering.passes import lower
+from .branch_gain import branch_figures
 from .candidate import EQUAL_TIMES
-from .notes import branch_figures
 from .search.layer_groups import layer_names
 
 

@@ -22,11 +22,11 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.weight_policies import FLUSH, WEIGHT_POLICIES
 from ..schedules.registry import with_chunks
+from .branch_gain import faster_of
 from .candidate import Candidate
 from .joint.axes import AXES
 from .joint.search import LEVEL, TINY, JointSearch, Point
 from .joint.search_record import NOT_ASKED, SearchRecord
-from .notes import faster_of
 from .own_search import (
     LOWERED,
     OwnSearch,

@@ -28,7 +28,7 @@ from ..ir.graph import PartRows, UpdateBytes, step_bytes
 from ..ir.weight_policies import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from ..tracer.tensors import storage_bytes, tensors_of
-from .optimizer_bytes import (
+from .optimizers import (
     NO_ROWS,
     MakeOptimizer,
     default_optimizer,

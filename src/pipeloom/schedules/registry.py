@@ -25,7 +25,7 @@ from ..ir.steady import SteadyStep, steady_step
 from ..ir.user_code import own_errors_told
 from ..ir.weight_policies import FLUSH, Updates
 from .copies import Copies, place_copies
-from .families import bidirectional as two_ways, grouped, one_f_one_b, v_shape as vee, zero_bubble as zb
+from .families import bidirectional as two_ways, interleaved, one_f_one_b, v_shape as vee, zero_bubble as zb
 from .formats import read_schedule
 from .language.names import (
     ALIASES,
@@ -141,15 +141,15 @@ class Entry:
 
 MOST_STAGES = 1 << 16
 SLICES = "sequence slices"
-_OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
+_OFFLOADS: Any = {"place": "loop", "copied": interleaved.po_joined, "held": interleaved.po_held}
 
 FAMILIES: dict[str, Entry] = {
     "forward_only": Entry(rows=one_f_one_b.forward_only, about="forwards, for evaluation"),
     "gpipe": Entry(rows=one_f_one_b.gpipe, about="all forwards, then all backwards"),
     "1f1b": Entry(rows=one_f_one_b.one_f_one_b, about="one forward, one backward"),
     "eager_1f1b": Entry(recipe=one_f_one_b.eager_1f1b, about="1F1B with twice the warm-up"),
-    "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
-    "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
+    "interleaved_1f1b": Entry(recipe=interleaved.interleaved_1f1b, place="loop", about="1F1B over chunks"),
+    "looped_bfs": Entry(recipe=interleaved.looped_bfs, place="loop", about="GPipe over chunks"),
     "async_1f1b": Entry(recipe=one_f_one_b.async_1f1b, about="1F1B without a flush", weights="stash"),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
@@ -167,20 +167,22 @@ FAMILIES: dict[str, Entry] = {
     ),
     "chimera": Entry(recipe=two_ways.chimera, place="both ways", about="two directions"),
     "hanayo": Entry(recipe=two_ways.hanayo, place="wave", about="waves"),
-    "gis": Entry(recipe=grouped.gis, place="loop", about="interleaved with the memory of 1F1B"),
-    "gis_g": Entry(recipe=grouped.gis_g, place="loop", about="gis in groups of `group`"),
-    "gis_h": Entry(recipe=grouped.gis_h, place="loop", about="gis with the smallest groups"),
+    "gis": Entry(recipe=interleaved.gis, place="loop", about="interleaved with the memory of 1F1B"),
+    "gis_g": Entry(recipe=interleaved.gis_g, place="loop", about="gis in groups of `group`"),
+    "gis_h": Entry(recipe=interleaved.gis_h, place="loop", about="gis with the smallest groups"),
     "po": Entry(
-        recipe=grouped.po, about="uniform repeating; `offload` stages of each rank on the host", **_OFFLOADS
+        recipe=interleaved.po,
+        about="uniform repeating; `offload` stages of each rank on the host",
+        **_OFFLOADS,
     ),
     "po_h": Entry(
-        recipe=grouped.po_joined,
+        recipe=interleaved.po_joined,
         about="po with half of the stages offloaded",
         offload=lambda s: -(-s.chunks // 2),
         **_OFFLOADS,
     ),
     "po_f": Entry(
-        recipe=grouped.po_joined,
+        recipe=interleaved.po_joined,
         about="po with all stages offloaded",
         offload=lambda s: s.chunks,
         **_OFFLOADS,

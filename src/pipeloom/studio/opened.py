@@ -12,7 +12,7 @@ from ..checks.schedules import check
 from ..ir.errors import ConfigError, ScheduleError
 from ..ir.plan import Plan, load_plan
 from ..ir.stages import chain
-from ..planner.notes import branch_figures
+from ..planner.branch_gain import branch_figures
 from ..schedules.formats import read_schedule
 from ..schedules.language.names import parse_name
 from ..schedules.scenario import library

@@ -1,4 +1,5 @@
-"""What an optimizer keeps for each parameter, and its scratch while it steps: found by letting it step.
+"""The optimizer of a rank: made for its parts of the parameters, and refused where parts change its numbers;
+and what it keeps for each parameter, with its scratch while it steps, found by letting it step.
 
 Parameters on the meta device have shapes and no data, so this is exact for any shape and takes no memory. If
 the optimizer reads a number from a tensor, it gets 1. If its code needs data, small parameters with as many

@@ -1,7 +1,4 @@
-"""What the notes of a plan whose stages run side by side say of what it was compared with.
-
-Notes are texts by key, so that a saved plan can be explained later.
-"""
+"""What branched stages gain over a chain, kept in the plan's notes so that it can be explained later."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def _figures(what: str, candidate: Candidate) -> dict[str, str]:
 
 
 def branch_figures(plan: Plan) -> dict[str, dict[str, float]]:
-    """What a plan takes whose stages run side by side, and what the best one would whose stages are a chain:
+    """What a plan with branched stages takes, and what the best with a chain of stages would:
     seconds of the step, bytes of the rank that holds most, stages on the longest path; of the chain also
     seconds as a sequential pipeline, whose stages wait for each other. Empty for a chain."""
     figures: dict[str, dict[str, float]] = {}

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
-from pipeloom.runtime.optimizer_bytes import default_optimizer, optimizers_of, stand_in, update_bytes
+from pipeloom.runtime.optimizers import default_optimizer, optimizers_of, stand_in, update_bytes
 from pipeloom.runtime.weights import Weights
 from pipeloom.tracer.random import seeded
 from pipeloom.tracer.tensors import LiveBytes, tensors_of
