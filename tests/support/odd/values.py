@@ -12,7 +12,7 @@ from batches import normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from .case import ANYWHERE, CLASSES, WIDTH, Case, Stack, images, series
+from .case import ANYWHERE, CLASSES, WIDTH, WORDS, Block, Case, Stack, images, series, words
 
 
 class NamedLikeOps(nn.Module):
@@ -329,6 +329,29 @@ class EncoderStack(nn.Module):
         return F.cross_entropy(self.head(self.encoder(x).mean(1)), y)
 
 
+class HeadsForSeveralTokens(nn.Module):
+    """As DeepSeek-V3's: a block for each word further ahead joins the state with the embedding of the word
+    before, and all share the embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.block = Block()
+        self.joins = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.further = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.block(self.embed(ids))
+        loss = F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+        for ahead, (join, block) in enumerate(zip(self.joins, self.further, strict=True), start=1):
+            next_words = self.embed(ids[:, ahead:])
+            h = block(join(torch.cat([h[:, :-1], next_words], dim=-1)))
+            loss = loss + 0.3 * F.cross_entropy(self.head(h).flatten(0, 1), labels[:, ahead:].flatten())
+        return {"loss": loss}
+
+
 def parametrised(how: Callable[..., nn.Module]) -> nn.Module:
     model = Stack()
     for block in model.blocks:
@@ -356,6 +379,12 @@ CASES = [
         for model in (Attention, SharedHead, Einsum, Mixer, Encoder)
     ),
     Case(DroppingEncoder, PRODUCTS, batch=ROWS_OF_HEADS, expect="random", slow=True),
+    Case(
+        HeadsForSeveralTokens,
+        "the embedding and its tied head are read at three depths",
+        batch=words,
+        cuts=(3, 6),
+    ),
     Case(AssignsAPart, "assignments to parts become `aten.copy`, which has no derivative", cuts=(2, 1)),
     Case(PlainAttributes, "tensors that are plain attributes were fake at run time", cuts=(2, 1), slow=True),
     Case(CountsRows, "a constant that depends on the size of the micro-batch", slow=True),
