@@ -14,7 +14,7 @@ from .ir.plan import Plan
 from .ir.text import enough_bytes, parse_bytes
 from .plan_request import PlanRequest, first_of_each, fitting
 from .planner.microbatch_sizes import ProfiledModel
-from .planner.planners import planner
+from .planner.planners import chooses, planner
 from .planner.refusals import NoCutFits, state_passes_caps
 from .schedules import registry
 
@@ -37,6 +37,9 @@ LIMIT_S = 60.0
 REFINED_S = 15.0
 """So long the least memory is made smaller: other advice wants its time, too."""
 
+TRIED_S = 5
+"""So long a planner that searches tries whether less memory does."""
+
 TREATMENT_ADVICE: dict[tuple[Treatment, ...], str] = {
     ("recompute",): "let residuals be recomputed (--treatments recompute)",
     ("recompute", "offload"): "let residuals be recomputed or offloaded (--treatments both)",
@@ -58,7 +61,7 @@ def plan_with_advice(
     try:
         return request.plan(model)
     except InfeasibleError as error:
-        attempts = _Attempts(request.for_advice, model)
+        attempts = _Attempts(request.for_advice, model, asked=request)
         hints = [*attempts.memory(error), *attempts.stages(error), *attempts.freeing()]
         devices = first_of_each(request.cluster, request.options.replicas)
         rows_matter = not state_passes_caps(model.graph, devices, request.options.sharing)
@@ -69,10 +72,11 @@ def plan_with_advice(
 
 @dataclass(frozen=True)
 class _Attempts:
-    """The request that failed, tried again with something changed."""
+    """The request that failed, tried again with something changed. asked: as it was."""
 
     request: PlanRequest
     model: ProfiledModel
+    asked: PlanRequest
     begin_s: float = field(default_factory=time.monotonic)
 
     def plan(self, changed: PlanRequest) -> Plan | None:
@@ -113,14 +117,20 @@ class _Attempts:
         def filled(size: float) -> Cluster:
             return _with_memory(cluster, [ceil(size)] * len(caps))
 
-        def fits(changed: Cluster) -> bool:
-            return self.succeeds(replace(self.request, cluster=changed))
+        def fits(changed: Cluster, by: PlanRequest = self.request) -> bool:
+            return self.succeeds(replace(by, cluster=changed))
 
-        def bisect(at: Callable[[float], Cluster], low: float, high: float, best: Cluster) -> Cluster:
+        def bisect(
+            at: Callable[[float], Cluster],
+            low: float,
+            high: float,
+            best: Cluster,
+            by: PlanRequest = self.request,
+        ) -> Cluster:
             """The cluster of nearly the smallest number that does; `best`, that of `high`, if no other."""
             while high > low * TOLERANCE and self.within(REFINED_S):
                 middle = sqrt(low * high)
-                if fits(changed := at(middle)):
+                if fits(changed := at(middle), by):
                     best, high = changed, middle
                 else:
                     low = middle
@@ -147,6 +157,9 @@ class _Attempts:
         if not alike:
             most = max(device.memory_bytes for device in enough.devices[: len(caps)])
             enough = bisect(filled, min(caps), most, enough)
+        elif chooses(self.asked.options):  # other schedules may hold less
+            quickly = self.asked.changed(time_limit=TRIED_S)
+            enough = bisect(filled, caps[0], enough.devices[0].memory_bytes, enough, quickly)
         yield _memory_sentence(enough, cluster, self.request.options.devices)
 
     def stages(self, error: InfeasibleError) -> Iterator[str]:

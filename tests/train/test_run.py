@@ -21,6 +21,7 @@ from runs import even_plan
 from tiny_run import lines
 
 from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
@@ -154,6 +155,15 @@ def test_a_plan_decides_whether_its_stages_are_compiled(plan: Plan, caplog: pyte
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         assert follow_plan(on, plan, ()).pipeline.compile
     assert "p.json was made with the times and the memory of eager stages" in caplog.text
+
+
+def test_a_plan_decides_what_is_done_with_residuals(plan: Plan) -> None:
+    recomputed = replace(plan, memory=MemoryPolicy(stages=({"a": "recompute"},)))
+    assert follow_plan(Config(), recomputed, ()).pipeline.treatments is None
+    kept = Config(pipeline=PipelineConfig(treatments="none"))
+    assert follow_plan(kept, recomputed, ()).pipeline.treatments == "recompute"
+    with pytest.raises(ConfigError, match="treatments is to be none"):
+        follow_plan(kept, recomputed, ("pipeline.treatments=none",))
 
 
 def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(plan: Plan) -> None:

@@ -144,7 +144,7 @@ def _of_the_step(report: Mapping[str, Any]) -> str:
     if report["predicted_by"] == "rehearsal":
         return (
             "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
-            f"optimizer; its ops alone make {report['profiled_step_s'] * 1e3:.1f} ms"
+            f"optimizer; its ops alone make {show_time(report['profiled_step_s'])}"
         )
     timed = "that were timed one by one, without what ranks do between them"
     ops = "by roofline" if report["predicted_by"] == "roofline" else timed
@@ -287,7 +287,7 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
         yield _offloadable([(stage.rank, stage.offloadable_stages or 0) for stage in stages])
     each = f"{show_microbatches(report['microbatches'])} of {report['microbatch_size']}"
     each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
-    yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms with {report['schedule']}, {each}"
+    yield f"predicted step: {show_time(report['predicted_step_s'])} with {report['schedule']}, {each}"
     yield from about
     if report["words"] is not None:
         yield report["words"]
@@ -297,7 +297,7 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
         if change.step_s is None:
             yield f"{change.what}: no plan"
         else:
-            yield f"{change.what}: step {change.step_s * 1e3:.1f} ms, {_compared(change.gain)}"
+            yield f"{change.what}: step {show_time(change.step_s)}, {_compared(change.gain)}"
 
 
 def _compared(gain: float) -> str:

@@ -25,7 +25,7 @@ from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
-from ..ir.text import format_bytes
+from ..ir.text import format_bytes, show_time
 from ..ir.weight_policies import optimizer_shares
 from ..lowering.passes import lower
 from .branch_gain import branch_figures
@@ -305,12 +305,12 @@ def _gain_of_branches(plan: Plan) -> list[str]:
     handed_on = ""
     if sequential_s := row.get("sequential_step_s"):
         waiting = "as a sequential pipeline, whose stages wait for the one in front,"
-        handed_on = f", and {waiting} {sequential_s * 1e3:.4g} ms"
+        handed_on = f", and {waiting} {show_time(sequential_s)}"
     of_one = f" of one of {plan.width} pipelines, whose gradients are not summed" if plan.width > 1 else ""
     return [
-        f"stages side by side{of_one}: {dag['depth']:.0f} deep, a step of {dag['step_s'] * 1e3:.4g} ms, at "
-        f"most {format_bytes(int(dag['peak_bytes']))} on a rank; one after another (--no-branches) "
-        f"{row['depth']:.0f} deep, {row['step_s'] * 1e3:.4g} ms, {format_bytes(int(row['peak_bytes']))}"
+        f"branched stages{of_one}: {dag['depth']:.0f} deep, a step of {show_time(dag['step_s'])}, at "
+        f"most {format_bytes(int(dag['peak_bytes']))} on a rank; as a chain (--no-branches) "
+        f"{row['depth']:.0f} deep, {show_time(row['step_s'])}, {format_bytes(int(row['peak_bytes']))}"
         f"{handed_on}"
     ]
 
@@ -326,11 +326,11 @@ def limits(plan: Plan) -> list[str]:
     above = f", {times[slowest] / mean - 1:.0%} above the mean" if mean else ""
     said = []
     if len(times) > 1:
-        said.append(f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}")
+        said.append(f"stage {slowest} is the slowest: {show_time(times[slowest])} per micro-batch{above}")
     if part.recompute_s:
-        said.append(f"{part.recompute_s * 1e3:.3g} ms per micro-batch make residuals again")
+        said.append(f"{show_time(part.recompute_s)} per micro-batch make residuals again")
     if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
-        said.append(f"{waits * 1e3:.3g} ms per micro-batch wait for transfers and copies")
+        said.append(f"{show_time(waits)} per micro-batch wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
     if plan.replicas > plan.width:

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
+from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.text import finite, parse_bytes, write_whole
 from ..ir.weight_policies import WEIGHT_POLICIES
@@ -266,6 +267,9 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     settings = config.pipeline
     fixed = settings_of(plan) | {"planner": plan.planner, "schedule": plan.schedule}
     fixed["split_words"] = max(plan.split_words.values(), default="off")
+    treated = {how for stage in plan.memory.stages for how in stage.values()}
+    if not treated <= set(TREATMENTS["both"] if settings.allowed is None else settings.allowed):
+        fixed["treatments"] = next(name for name, some in TREATMENTS.items() if treated <= set(some))
     if settings.compile and not fixed.get("compile"):
         _log.warning(
             "the plan %s was made with the times and the memory of eager stages, the run compiles them; "

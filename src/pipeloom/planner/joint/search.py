@@ -545,7 +545,7 @@ class JointSearch:
         if planner != LEVEL and judged is not None and judged.fits:
             self.record.note(self.record.planners, planner, judged.step_s)
         elif planner != LEVEL:
-            self.record.note(self.record.planners, planner, "its cut passes the caps, or is slower for sure")
+            self.record.note(self.record.planners, planner, "its cut exceeds the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
         """The best few, of different ways, and of a small model the best of each layout; and the closest of
