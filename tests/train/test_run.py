@@ -343,3 +343,16 @@ def test_however_it_is_ended_it_says_how_far_it_is(
         start()
     assert capsys.readouterr().err == "kept\n"
     assert not (tmp_path / "a").exists()
+
+
+def test_a_run_that_fails_says_how_far_it_is_kept_if_it_is(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for steps, told in ((0, ""), (2, f"{tmp_path / 'a'} is kept up to step 2: go on with --resume")):
+        assert not steps or start() == 0
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
+            assert start("steps=4", resume=bool(steps)) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(told) and bool(said) == bool(told)

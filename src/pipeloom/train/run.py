@@ -32,6 +32,7 @@ from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..run_options import Options
 from ..runnable import names_to_plan_by, require_runnable, require_training
+from ..runtime.checkpoint_directory import complete
 from ..runtime.connect import connect
 from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
@@ -91,11 +92,14 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
         if prepared is None:
             return 0
         try:
-            return processes.run(_train_rank, prepared.plan.ranks, prepared)
+            status = processes.run(_train_rank, prepared.plan.ranks, prepared)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
             print(interrupted(out), file=sys.stderr)
             raise
+        if status and complete(out / "checkpoint"):
+            print(interrupted(out), file=sys.stderr)
+        return status
 
 
 def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
