@@ -15,10 +15,10 @@ from .common import FILE, OneOf, exclusive, json_option, plan_options
 def names_model(given: Path) -> bool:
     """Whether it is a model, and not a file of settings.
 
-    >>> names_model(Path("mine.py:job")), names_model(Path("runs/gpt-1/config.toml"))
-    (True, False)
+    >>> [names_model(Path(given)) for given in ("mine.py:job", "mine.py", "runs/gpt-1/config.toml")]
+    [True, True, False]
     """
-    return ":" in given.name and not given.exists()
+    return given.suffix == ".py" or (":" in given.name and not given.exists())
 
 
 @click.command()
