@@ -184,7 +184,7 @@ class PlanSettings:
                 hint=f"use at most {MOST_DEVICES} ranks in all",
             )
         if self.memory is not None:
-            parse_bytes(self.memory)
+            parse_bytes(self.memory, what="memory")
         _ = self.histogram
         if self.word_parts is not None and not 1 <= self.word_parts <= MOST_DEVICES:
             raise ConfigError(

@@ -147,6 +147,7 @@ def test_a_wrong_file_is_named_with_the_key(tmp_path: Path, text: str, word: str
         ("model.heads=5", "multiple of model.heads"),
         (f"pipeline.ranks={'9' * 5000}", "ranks"),
         ("data.paths=caf\udce9.txt", "UTF-8"),
+        ("pipeline.memory=3Mb", "memory: '3Mb'"),
     ],
 )
 def test_a_wrong_override_is_said(override: str, word: str) -> None:

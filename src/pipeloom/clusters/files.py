@@ -155,10 +155,7 @@ def _name(row: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _bytes(row: Mapping[str, Any], key: str, where: str) -> int:
-    try:
-        return parse_bytes(row[key])
-    except ConfigError as error:
-        raise ConfigError(f"{key} of {where}: {error.message}", hint=error.hint) from None
+    return parse_bytes(row[key], what=f"{key} of {where}")
 
 
 def _is_number(value: Any) -> bool:

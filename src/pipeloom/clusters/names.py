@@ -57,7 +57,7 @@ def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
     """
     if devices < 1:
         raise ConfigError(f"a cluster of {shown(devices)} devices", hint="use at least 1")
-    size = None if memory is None else parse_bytes(memory)
+    size = None if memory is None else parse_bytes(memory, what="memory")
     return _cluster([_Part(1, devices, built_in("cpu"), size)])
 
 

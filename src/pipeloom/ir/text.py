@@ -66,8 +66,10 @@ _HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
 _BELOW = "sizes are below 1e30 bytes"
 
 
-def parse_bytes(size: str | int) -> int:
+def parse_bytes(size: str | int, *, what: str = "") -> int:
     """A size in bytes; a number without a unit is in bytes.
+
+    what: names it in the error.
 
     >>> parse_bytes("300MiB"), parse_bytes("1.5 GiB"), parse_bytes("2GB"), parse_bytes(4096)
     (314572800, 1610612736, 2000000000, 4096)
@@ -80,24 +82,25 @@ def parse_bytes(size: str | int) -> int:
     Raises: ConfigError unless the whole text is a positive number with a known unit, of at least one byte
         and below `LARGEST`.
     """
+    named = f"{what}: " if what else ""
     if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise ConfigError(f"cannot read {shown(size)} as a size", hint=_HINT)
+        raise ConfigError(f"{named}cannot read {shown(size)} as a size", hint=_HINT)
     if isinstance(size, int) and size >= LARGEST:  # Python writes out no number of many thousand digits
-        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
+        raise ConfigError(f"{named}{shown(size)} is too large for a size", hint=_BELOW)
     match = _SIZE.fullmatch(str(size).strip())
     if match is None:
-        raise ConfigError(f"cannot read {shown(size)} as a size", hint=_HINT)
+        raise ConfigError(f"{named}cannot read {shown(size)} as a size", hint=_HINT)
     number, unit = match.groups()
     if unit not in UNITS:
         raise ConfigError(
-            f"{shown(size)} has the unknown unit {shown(unit)}",
+            f"{named}{shown(size)} has the unknown unit {shown(unit)}",
             hint=f"use one of {', '.join(u for u in UNITS if u)}",
         )
     if float(number) * UNITS[unit] >= LARGEST:
-        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
+        raise ConfigError(f"{named}{shown(size)} is too large for a size", hint=_BELOW)
     exact = Decimal(number) * UNITS[unit]
     if exact < 1:
-        raise ConfigError(f"{shown(size)} is less than a byte", hint=_HINT)
+        raise ConfigError(f"{named}{shown(size)} is less than a byte", hint=_HINT)
     return int(exact)
 
 

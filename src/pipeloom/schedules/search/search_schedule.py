@@ -270,10 +270,7 @@ def _size(text: str, unit: int, what: str) -> float:
     try:
         amount = float(text)
     except ValueError:
-        try:
-            return float(parse_bytes(text))
-        except ConfigError as error:
-            raise ConfigError(f"{what}: {error.message}", hint=error.hint) from None
+        return float(parse_bytes(text, what=what))
     if not 0 <= amount < inf:
         raise ConfigError(f"{what} is {text}", hint="sizes are finite numbers, at least 0")
     return amount * unit
