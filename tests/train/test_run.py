@@ -23,8 +23,10 @@ from tiny_run import lines
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.train.config import Config, PipelineConfig, write_config
+from pipeloom.train.config import Config, PipelineConfig, unused_keys, write_config
+from pipeloom.train.loop import TrainOutcome
 from pipeloom.train.rank_processes import RankProcesses
+from pipeloom.train.report import RunReport
 from pipeloom.train.run import (
     TrainRequest,
     decide,
@@ -213,7 +215,12 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
 
 @pytest.mark.parametrize(
     ("override", "own_optimizer"),
-    [("data.paths=a.txt", False), ("model.width=64", False), ("optimizer.learning_rate=1", True)],
+    [
+        ("data.paths=a.txt", False),
+        ("model.width=64", False),
+        ("optimizer.learning_rate=1", True),
+        ("optimizer.name=adamw", True),
+    ],
 )
 def test_what_a_job_of_ones_own_does_not_use_is_refused(override: str, own_optimizer: bool) -> None:
     own = Config(job="mine.py:job")
@@ -301,6 +308,16 @@ def test_the_report_of_fewer_steps_is_none(start: Callable[..., int], tmp_path: 
     assert start(resume=True) == 0
     assert [line["step"] for line in lines(tmp_path / "a")] == [0, 1, 2, 3, 4]
     assert json.loads(summary.read_text())["steps"] == 4
+
+
+def test_a_report_says_which_steps_it_is_of_and_the_settings_that_the_job_uses() -> None:
+    parts = {"out": Path(), "plan": Mock(), "graph": Mock(), "forecast": Mock()}
+    unused = unused_keys(Config(job="mine.py"), own_optimizer=True)
+    for first, told in ((0, ""), (60, "resumed at step 60"), (70, "")):
+        outcome = TrainOutcome(first_step=first, steps=70, losses={}, timeline=None)
+        report = RunReport(config=Config(job="mine.py"), unused=unused, outcome=outcome, **parts)
+        assert report.since.startswith(told) and bool(report.since) == bool(told)
+    assert {"model.width", "optimizer.name", "steps", "job"} & report.settings.keys() == {"steps", "job"}
 
 
 @pytest.fixture

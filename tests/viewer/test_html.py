@@ -88,6 +88,11 @@ def test_what_is_not_given_is_left_out(two_ranks: Timeline, page_of: Page) -> No
     page = page_of(predicted=replace(two_ranks, memory=(), peaks=()))
     assert page.count("<h2>") == 1 and "Timelines, rank by rank" in page
     assert "<h2>" not in page_of()
+    settings = {"tf32": True, "plan": None, "paths": (), "steps": 3}
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(config=settings)) == [
+        ("tf32", "yes"),
+        ("steps", "3"),
+    ]
 
 
 def test_text_cannot_break_out_of_the_page(page_of: Page) -> None:

@@ -250,6 +250,14 @@ def as_dict(config: Config) -> dict[str, Any]:
     return plain
 
 
+def unused_keys(config: Config, *, own_optimizer: bool) -> tuple[str, ...]:
+    """How the keys begin of what a job of the user's brings itself."""
+    unused: tuple[str, ...] = ("model.", "data.") if config.job is not None else ()
+    if own_optimizer:
+        unused += ("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay")
+    return unused
+
+
 @cache
 def known_keys() -> dict[str, Any]:
     """Every dotted key and its type, in the order of the dataclasses."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.text import finite, save_noun, write_whole
+from ..ir.text import dotted, finite, save_noun, write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
@@ -29,14 +28,32 @@ from .run_directory import TIMELINES
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """forecast: a step, as predicted before the first one."""
+    """forecast: a step, as predicted before the first one.  unused: how keys of the config begin that the job
+    does not use."""
 
     config: Config
+    unused: tuple[str, ...]
     out: Path
     plan: Plan
     graph: OpGraph
     outcome: TrainOutcome
     forecast: Timeline
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that the job uses, by dotted key."""
+        return {key: value for key, value in dotted(as_dict(self.config)) if not key.startswith(self.unused)}
+
+    @property
+    def since(self) -> str:
+        """Which steps a resumed run's report is of."""
+        first, last = self.outcome.first_step, self.outcome.steps
+        if not 0 < first < last:
+            return ""
+        return (
+            f"resumed at step {first}: the timelines, figures and configuration below are of steps "
+            f"{first + 1} to {last}, the losses of the whole run"
+        )
 
     @property
     def middle_step(self) -> Comparison:
@@ -84,7 +101,8 @@ class RunReport:
             stages=stage_rows(self.graph, self.plan),
             edges=stage_edges(self.plan.stage_graph(self.graph)),
             losses=self.outcome.losses,
-            config=msgspec.to_builtins(as_dict(self.config)),
+            since=self.since,
+            config=self.settings,
             caps=self.plan.caps,
             explanations=explain_steps(self.plan, self.graph, timelines),
             note=str(self),

@@ -38,7 +38,7 @@ from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
 from ..tracer.job import load_job
 from ..viewer import terminal
-from .config import Config, Override, key_of, read_config, write_config
+from .config import Config, Override, key_of, read_config, unused_keys, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, run_rank, take_over
 from .replan import Replanned, Replans
@@ -157,11 +157,8 @@ def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
 
 def refuse_unused(overrides: tuple[Override, ...], config: Config, *, own_optimizer: bool) -> None:
     """Raises: ConfigError if something is changed that a job of the user's brings itself."""
-    unused: tuple[str, ...] = ("model.", "data.") if config.job is not None else ()
-    if own_optimizer:
-        unused += ("optimizer.learning_rate", "optimizer.weight_decay")
     for key in map(key_of, overrides):
-        if key.startswith(unused):
+        if key.startswith(unused_keys(config, own_optimizer=own_optimizer)):
             raise ConfigError(
                 f"{key} is to be changed, but {config.job} brings its own", hint="leave out one of them"
             )
@@ -357,7 +354,15 @@ def _train_by(
             return None
         graph = pipeline.captured.graph
         outcome = replace(outcome, first_step=prepared.first_step)  # of this start, whatever its plans were
-        report = RunReport(config=config, out=out, plan=plan, graph=graph, outcome=outcome, forecast=forecast)
+        report = RunReport(
+            config=config,
+            unused=unused_keys(config, own_optimizer=workload.rate is None),
+            out=out,
+            plan=plan,
+            graph=graph,
+            outcome=outcome,
+            forecast=forecast,
+        )
         report.write()
         report.print(console)
     if request.as_json:

@@ -48,6 +48,18 @@ def script_json(value: object) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
+def show_setting(value: object) -> str:
+    """
+    >>> show_setting(True), show_setting(("a.txt", "b.txt")), show_setting(0.5), show_setting(None)
+    ('yes', 'a.txt, b.txt', '0.5', '')
+    """
+    if isinstance(value, list | tuple):
+        return ", ".join(map(show_setting, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value in (None, {}) else str(value)
+
+
 def stages_svg(drawn: StageDrawing) -> str:
     text: str = environment().get_template("stages.svg").render(stage_graph=drawn)
     return text
@@ -61,6 +73,7 @@ def write_report(path: Path, *, title: str, **parts: Any) -> None:
 def report_page(
     *,
     title: str,
+    since: str = "",
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
     stages: Sequence[StageRow] = (),
@@ -76,8 +89,9 @@ def report_page(
 ) -> str:
     """The page as text. What is not given is left out of the page.
 
-    edges: between the stages, which are then drawn as a graph.
-    losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
+    since: a sentence on which steps it is of.  edges: between the stages, which are then drawn as a graph.
+    losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat,
+        of which those that are None or empty are left out.
     caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
     note: a sentence on how the two were compared.  step_time: instead of that of the two.
     seconds: whether times are in seconds, else in a unit that is not known.
@@ -111,6 +125,7 @@ def report_page(
         .get_template("report.html")
         .render(
             title=title,
+            since=since,
             note=note,
             cards=cards,
             losses=losses,
@@ -126,7 +141,7 @@ def report_page(
             replicas=max((row.replicas for row in stages), default=1),
             stage_graph=draw_stages(stages, edges, both) if edges else None,
             memory=memory_table(both, stages, caps, size_unit),
-            config=[(key, str(value)) for key, value in dotted(config or {})],
+            config=[(key, text) for key, value in dotted(config or {}) if (text := show_setting(value))],
         )
     )
     return page
