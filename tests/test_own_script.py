@@ -442,6 +442,8 @@ def test_ranks_with_other_settings_are_refused() -> None:
         ({"x": torch.ones(4), "a": "b"}, "a"),
         ((), "parts"),
         (torch.tensor(1.0), "rows"),
+        ({"x": torch.ones(4, 6), "y": torch.tensor(1.0)}, "x 4, y 0"),
+        ({"x": torch.ones(4, 6), "y": torch.ones(10)}, "x 4, y 10"),
     ],
 )
 def test_an_example_that_is_no_batch_is_refused(example: Any, word: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..ir.errors import BatchError, CommunicationError, of_type
 from ..ir.stages import StageGraph
 from ..ir.user_code import call_own
+from ..tracer.job_calls import common_rows
 from .channel import Channel
 from .rank import Microbatch
 
@@ -44,20 +45,9 @@ def checksum_of(batch: Mapping[str, Tensor]) -> int:
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     """Micro-batches of nearly equal size, contiguous as the stages were traced.
 
-    Raises: BatchError if there are no tensors, or they differ in rows, or have fewer rows than parts.
+    Raises: BatchError as `common_rows` does, or if there are fewer rows than parts.
     """
-    if not batch:
-        raise BatchError(
-            "the batch has no tensors", hint="give the tensors that Job.batch makes, by their names"
-        )
-    rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
-    if len(set(rows.values())) != 1:
-        counts = ", ".join(f"{n} {c}" for n, c in rows.items())
-        raise BatchError(
-            f"the batch's tensors have different numbers of rows: {counts}",
-            hint="the first dimension of every tensor is the batch",
-        )
-    count = next(iter(rows.values()))
+    count = common_rows(batch)
     if count < parts:
         raise BatchError(
             f"a batch of {count} rows cannot be split into {parts} micro-batches",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..ir.errors import BatchError, ConfigError, of_type
 from ..ir.user_code import at, own_definition
 from .job import Job
+from .job_calls import common_rows
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
 """A dictionary (or `BatchEncoding`), a tuple or list, or one tensor, as a loader gives it."""
@@ -93,16 +94,14 @@ def job_of(
         targets = ["target"] if for_loss == 1 else [f"target_{number}" for number in range(for_loss)]
         form = BatchForm((*map(str, range(parts - for_loss)), *targets))
     tensors = form.tensors(example)
-    if not tensors or any(not t.ndim or not len(t) for t in tensors.values()):
-        raise BatchError("the example has no rows", hint="the first dimension of every tensor is the batch")
+    of_example = common_rows(tensors)
     if loss is not None and form.names is not None:
         _refuse_loss(loss, len(form.names), for_loss)
 
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
         """Rows of the example, over and over."""
-        return {
-            name: tensor[(torch.arange(rows) + seed * rows) % len(tensor)] for name, tensor in tensors.items()
-        }
+        chosen = (torch.arange(rows) + seed * rows) % of_example
+        return {name: tensor[chosen] for name, tensor in tensors.items()}
 
     whole = loss
     if loss is not None and form.names is not None:
@@ -118,7 +117,7 @@ def job_of(
         optimizer=optimizer,
         name=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model"),
     )
-    return job, replace(form, rows=len(next(iter(tensors.values()))))
+    return job, replace(form, rows=of_example)
 
 
 def _positional(function: Callable[..., Any]) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..ir.errors import CaptureError, ConfigError, of_type
+from ..ir.errors import BatchError, CaptureError, ConfigError, of_type
 from ..ir.user_code import at, call_own, own_definition, raised_at
 from .job import Job
 from .random import one_thread_at_a_time
@@ -31,6 +31,22 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
     hint = "it gets a seed and a number of rows, and returns a dictionary of tensors"
     with torch.random.fork_rng(devices=[]):
         return call_own("Job.batch", job.batch, seed, rows, hint=hint)
+
+
+def common_rows(batch: Mapping[str, Tensor]) -> int:
+    """Raises: BatchError if there are no tensors, or one has no rows or others than the first."""
+    if not batch:
+        raise BatchError("the batch has no tensors", hint="give the forward's tensors, by their names")
+    rows = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
+    first = next(iter(rows.values()))
+    if not first or {*rows.values()} != {first}:
+        told = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise BatchError(
+            f"the batch's tensors should have the same number of rows, at least 1, and have: {told}",
+            hint="the first dimension of every tensor is the batch: give what is one for all rows once per "
+            "row, or make it a buffer of the model",
+        )
+    return first
 
 
 def at_length(job: Job, length: int) -> Job:
