@@ -86,6 +86,14 @@ def forget_operations() -> Iterator[None]:
     sys.modules.pop("own_schedule", None)  # so that loading the example again declares its operation again
 
 
+@pytest.fixture(autouse=True)
+def forget_warnings() -> Iterator[None]:
+    from pipeloom.tracer.guards import warn_once
+
+    yield
+    warn_once.cache_clear()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where commands run; see `commands.prepare`."""

@@ -41,6 +41,7 @@ def test_the_reason_is_kept_and_logged_once(
     """And nothing is printed."""
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         captured = capture(JOBS["branch in blocks"], 2)
+        capture(JOBS["branch in blocks"], 2)
     (record,) = [r for r in caplog.records if r.name == "pipeloom"]
     assert record.getMessage() == f"{captured.graph.fallback}; cutting between its modules instead"
     assert "BranchInBlock: GuardOnDataDependentSymNode" in captured.graph.fallback

@@ -7,7 +7,6 @@ picks its own kernel. The model runs on fake tensors: its size does not matter.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from .guards import (
     keep_attributes,
     refuse_parameter_hooks,
     statistics_in_checkpoints_refused,
+    warn_once,
 )
 from .job import Job
 from .job_calls import LossError, ModelWithLoss, sample_batch
@@ -34,8 +34,6 @@ from .program import captured_from_program
 from .random import one_thread_at_a_time
 from .split_words import split_words
 from .tensors import StorageView
-
-_log = logging.getLogger("pipeloom")
 
 _ROWS_HINT = "let Job.batch return tensors whose first dimension is its second argument"
 
@@ -102,7 +100,7 @@ def _captured(
     except CaptureError as error:
         captured = _capture_instead(error, job, example, autocast)
     instead = "; cutting between its modules instead" if len(captured.graph.ops) > 1 else ""
-    _log.warning("%s%s", captured.graph.fallback, instead)
+    warn_once(f"{captured.graph.fallback}{instead}")
     return captured
 
 
@@ -114,11 +112,9 @@ def _exported(
     program = export_watched(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
     if foreign := program.graph_module.meta.get(FOREIGN_AT):
-        _log.warning(
-            "%s computes with parameters that are not the model's%s: nothing trains them; if they should "
-            "learn, give a model that has them",
-            job.name,
-            at(foreign[0]),
+        warn_once(
+            f"{job.name} computes with parameters that are not the model's{at(foreign[0])}: nothing trains "
+            "them; if they should learn, give a model that has them"
         )
     captured = captured_from_program(program, job, blueprint, list(example))
     return replace(captured, autocast=autocast)

@@ -615,15 +615,19 @@ def refuse_transforms(error: Exception, name: str) -> None:
         ) from error
 
 
+@functools.cache
+def warn_once(told: str) -> None:
+    """For what each capture finds again: a process may capture a model for its plan, and in each thread."""
+    _log.warning("%s", told)
+
+
 def warn_of_updates(buffers: Sequence[str], name: str) -> None:
     """Of those that the forward changes in evaluation mode."""
     if buffers:
         more = f" and {len(buffers) - 1} more" if buffers[1:] else ""
-        _log.warning(
-            "the forward of %s changes %s%s in evaluation mode, too: a pipeline then leaves it as it is",
-            name,
-            buffers[0],
-            more,
+        warn_once(
+            f"the forward of {name} changes {buffers[0]}{more} in evaluation mode, too: a pipeline then "
+            "leaves it as it is"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from ..guards import (
     refuse_transforms,
     settled,
     warn_of_updates,
+    warn_once,
 )
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
@@ -44,8 +44,6 @@ from .run import derive_stage_task
 from .skeleton import Skeleton, TrialParameters
 from .trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure, trial_run
 from .units import derive_units, is_container, listed_units, size_of
-
-_log = logging.getLogger("pipeloom")
 
 
 @dataclass(eq=False)
@@ -123,11 +121,9 @@ def _assemble(cut: ModuleCut) -> OpGraph:
         recording.parameter_watch = None
     if not cut.together:
         for unit, names in recording.changed_attributes.items():
-            _log.warning(
-                "%s changes its attribute %s: stages that do not run it never see that, so the code between "
-                "modules must not depend on it",
-                unit,
-                ", ".join(names),
+            warn_once(
+                f"{unit} changes its attribute {', '.join(names)}: stages that do not run it never see that, "
+                "so the code between modules must not depend on it"
             )
     sent = {value.name for op in ops for value in op.outputs}
     recording.samples = {name: sample.clone() for name, sample in recording.samples.items() if name in sent}
@@ -173,8 +169,8 @@ def _kept_together(cut: ModuleCut, stage: Stage, error: CutError, *, tries: int)
     first, last = number[stage.ops[0]], number[stage.ops[-1]]
     begin = cut.module_ops[max(0, first - 2**tries)]
     end = cut.module_ops[max(last, 1)]
-    what = "%s: %s to %s stay in one stage, because otherwise %s; %s"
-    _log.warning(what, cut.job.name, begin.name, end.name, error.message, error.hint)
+    stays = f"{cut.job.name}: {begin.name} to {end.name} stay in one stage"
+    warn_once(f"{stays}, because otherwise {error.message}; {error.hint}")
     return SameStage(begin.calls[0], end.calls[-1], error.message)
 
 
