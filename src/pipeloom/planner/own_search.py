@@ -18,13 +18,15 @@ from math import floor, log2
 from operator import ge, le
 from typing import TypeAlias
 
+import numpy as np
+
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from .candidate import Candidate, Room, step_s
 from .fit_caps import fit_caps, more_held
-from .joint.even_ranks import even_ranks
+from .joint.estimates import ClosedForm, CutTimes, climb, level_starts
 from .refusals import (
     does_not_fit,
     explain_infeasible,
@@ -181,13 +183,19 @@ def by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool =
 
 def level_candidates(request: Request, search: Search) -> list[Candidate]:
     """Of cuts whose ranks take equally long, from several starts, those that keep their caps."""
-    layout, found = request.layout, list[Candidate]()
-    others = layout.stages - layout.ranks  # than one stage on each rank
-    all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
-    for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
-        find = partial(even_ranks, layout=layout, microbatches=request.microbatches, bare=bare)
+    found = list[Candidate]()
+    for bare in level_starts(request.layout):
+        find = partial(_level_cut, request=request, bare=bare)
         found += by_cuts(find).candidates(request, search, SearchLog())
     return sorted(found, key=step_s)
+
+
+def _level_cut(search: Search, *, request: Request, bare: int) -> Cuts:
+    everywhere = search.model.cut_points.tolist()
+    cuts = CutTimes(search, request.layout, request.microbatches, weighed=True, also=everywhere)
+    form, places = ClosedForm(cuts), cuts.evenly(bare)
+    best = [] if places is None else climb(form, places)[:1]
+    return cuts.cut(best[0]) if best and np.isfinite(form.steps(best[0][None])[0]) else ()
 
 
 def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:

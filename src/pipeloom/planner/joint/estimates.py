@@ -11,7 +11,7 @@ whose step is known, if one is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from math import comb
@@ -189,7 +189,11 @@ class CutTimes:
             for ranks in (by_load[:BUSIEST], by_load[-IDLEST:])
         )
         cuts = np.arange(self.stages + 1)
-        # Time goes from one stage to another with all cuts in between: the picture is in `even_ranks.py`.
+        # Time goes from one stage to another with all cuts in between, so that the stages there keep theirs:
+        #
+        #     stages      0 | 1  |   2   |  3           from 3 to 1: the cuts 2 and 3 move up
+        #              -> 0 | 1    |   2   |  3         1 is longer, 3 shorter, 2 as long as before
+        #
         nearest = {
             side: [
                 nearest_places(middle, middle[places] + side * share * middle[-1] / self.stages)
@@ -205,6 +209,12 @@ class CutTimes:
         moved = np.concatenate(found)
         moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
         return np.asarray(moved, dtype=np.int64)
+
+
+def level_starts(layout: Layout) -> Iterable[int]:
+    """See `CutTimes.evenly`: all stages alike, or but one on each rank, the first or the last, left bare."""
+    others = layout.stages - layout.ranks
+    return dict.fromkeys((0, max(0, others), -max(0, others)))
 
 
 def turns_of_ranks(placement: Sequence[int], stages: int, microbatches: int) -> Array:

@@ -47,7 +47,7 @@ from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .bound import bound_s
-from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
+from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb, level_starts
 from .search_record import INTERRUPTED, SAME, SPENT, TIME_LIMIT, SearchRecord
 
 LITTLE = 1e-3
@@ -533,9 +533,8 @@ class JointSearch:
 
     def level_cuts(self, estimate: ClosedForm) -> list[Cuts]:
         """Cuts whose ranks take equally long, from several starts."""
-        cuts, others = estimate.cuts, estimate.cuts.stages - estimate.cuts.ranks
-        found = []
-        for bare in dict.fromkeys((0, max(0, others), -max(0, others))):
+        cuts, found = estimate.cuts, []
+        for bare in level_starts(cuts.layout):
             if (places := cuts.evenly(bare)) is not None:
                 found += [cuts.cut(best) for best in climb(estimate, places)[:1]]
         return list(dict.fromkeys(found))
