@@ -1,7 +1,6 @@
 """A pipeline as a training script makes one: from a model, a batch of its loader, a loss and an optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -125,22 +124,10 @@ def plain_losses(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> l
     return losses
 
 
-GIVEN = pytest.mark.parametrize("given", [lambda model: model, lambda model: lambda: model])
-"""A module, or a function that returns it each time."""
-
-
-@GIVEN
-def test_a_module_with_its_weights_trains_as_in_one_process(given: Callable[[nn.Module], Any]) -> None:
+def test_a_module_with_its_weights_trains_as_in_one_process() -> None:
     """The optimizer groups parameters by name; `y` is the loss's, as the forward has no such argument."""
-    pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], given(NET), named())
+    pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], NET, named())
     assert pipes[0] == pipes[1] == pytest.approx(plain_losses(net(), [named()] * 3), rel=1e-5)
-
-
-def test_a_job_may_return_a_module_that_is_there_and_fix_its_cut() -> None:
-    job, _ = job_of(lambda: NET, named(), loss=of_named)
-    job = replace(job, modules=[["enter", "norm"], ["hidden", "leave"]])
-    pipeloom.verify(job, pipeloom.plan(job, **TWO)).require()
-    assert all(p.grad is None for p in NET.parameters())
 
 
 class OwnSGD(torch.optim.SGD):
@@ -412,13 +399,12 @@ def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
         pipeloom.Pipeline(job, plan, microbatches=4)
 
 
-@GIVEN
-def test_modules_that_ranks_have_drawn_otherwise_are_refused(given: Callable[[nn.Module], Any]) -> None:
+def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
     plan = pipeloom.plan(job_of(NET, named(), loss=of_named)[0], **TWO)
 
     def rank(number: int, channel: Any) -> None:
         model = Net() if number else NET
-        pipeloom.Pipeline(given(model), plan, example=named(), loss=of_named, channel=channel)
+        pipeloom.Pipeline(model, plan, example=named(), loss=of_named, channel=channel)
 
     with pytest.raises(ConfigError, match="rank 1"):
         run_threads(2, rank)

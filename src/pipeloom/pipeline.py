@@ -171,10 +171,9 @@ class Pipeline:
             ended.push(self)
             self.watch.check()
             require_same_settings(self.watch, asked, self._form.rows)
+            if isinstance(model, nn.Module):
+                require_same_weights(self.watch, model, self.options.timeout_s)
             rank_stages = self._cut_model(captured)
-            if (blueprint := self.captured.blueprint).given:
-                whole = blueprint.whole(self.options.seed)
-                require_same_weights(self.watch, whole, self.options.timeout_s)
             if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
                 verify_once(self.job, self.plan, self.captured, self.options)
             self._make_weights(rank_stages)

@@ -158,7 +158,8 @@ class _Attempts:
             most = max(device.memory_bytes for device in enough.devices[: len(caps)])
             enough = bisect(filled, min(caps), most, enough)
         elif chooses(self.asked.options):  # other schedules may hold less
-            quickly = self.asked.changed(time_limit=TRIED_S)
+            limit_s = min(TRIED_S, self.asked.options.time_limit or TRIED_S)
+            quickly = replace(self.asked, watch=None).changed(time_limit=limit_s)
             enough = bisect(filled, caps[0], enough.devices[0].memory_bytes, enough, quickly)
         yield _memory_sentence(enough, cluster, self.request.options.devices)
 

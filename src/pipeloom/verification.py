@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -245,7 +245,6 @@ class StepNumbers:
     may be run once more for other rows.
     off_mean: see `Verification`.
     rows: of a pipeline's parameters that are parts of one.
-    build: makes the model, or copies the one that is given.
     """
 
     loss: float
@@ -260,7 +259,6 @@ class StepNumbers:
     by_rows: bool = False
     off_mean: float | None = None
     rows: Mapping[str, PartRows] = field(default_factory=dict)
-    build: Callable[[], nn.Module] | None = None
 
 
 def plain_step(
@@ -365,7 +363,6 @@ def pipelined_step(
                 python_random=python_random,
                 by_rows=by_rows,
                 rows=graph.rows,
-                build=pipeline.captured.blueprint.build,
             )
 
     steps = run_threads(plan.ranks, run, timeout_s=options.timeout_s)
@@ -397,7 +394,6 @@ def _reference(
     pipelined: StepNumbers,
 ) -> tuple[StepNumbers, str]:
     """What one process gives, and what it ran."""
-    job = replace(job, model=pipelined.build or job.model)
     if not pipelined.random and not pipelined.python_random:
         joined = pipelined.by_rows and job.weight is None and plan.microbatches > 1
         return plain_step(job, plan, options, batch, pipelined.autocast, joined=joined), EAGER

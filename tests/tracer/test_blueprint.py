@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,21 +230,13 @@ def test_what_is_run_whole(tmp_path: Path, kind: str) -> None:
     assert_bits({"reads": reads_values, "gradient": has_a_gradient}.get(kind, loads), whole=True)
 
 
-def test_what_was_there_before_is_copied() -> None:
-    """A module of its own is made around the same weights each time."""
+def test_what_was_there_before_is_refused_and_left_as_it_is() -> None:
     there = nn.Linear(4, 4)
-    before = there.weight.clone()
-    plan = made(lambda: nn.Sequential(there))
-    for _ in range(2):
-        plan.materialise(3, ["0.weight"])["0.weight"].zero_()
-    assert plan.given and torch.equal(there.weight, before)
-
-
-def test_what_cannot_be_copied_is_refused() -> None:
-    there = nn.Linear(4, 4)
-    there.lock = threading.Lock()
-    with pytest.raises(CaptureError, match="lock"):
-        made(lambda: there)
+    for build in (lambda: there, lambda: nn.Sequential(there)):
+        with pytest.raises(CaptureError, match="already"):
+            made(build)
+    assert type(there.weight) is nn.Parameter
+    assert_bits(lambda: copy.deepcopy(there))
 
 
 def test_a_constructor_that_seeds() -> None:

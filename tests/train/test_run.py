@@ -160,7 +160,7 @@ def test_a_plan_decides_whether_its_stages_are_compiled(plan: Plan, caplog: pyte
 
 
 def test_a_plan_decides_what_is_done_with_residuals(plan: Plan) -> None:
-    recomputed = replace(plan, memory=MemoryPolicy(stages=({"a": "recompute"},)))
+    recomputed = replace(plan, memory=MemoryPolicy(stages=({"a": "recompute", "b": "keep"},)))
     assert follow_plan(Config(), recomputed, ()).pipeline.treatments is None
     kept = Config(pipeline=PipelineConfig(treatments="none"))
     assert follow_plan(kept, recomputed, ()).pipeline.treatments == "recompute"

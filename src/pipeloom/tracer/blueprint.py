@@ -13,15 +13,14 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -327,7 +326,6 @@ class Blueprint:
     attribute_tensors: tensors that the model holds and that are neither parameters nor buffers, by name.
     why_whole: set when the constructor reads or loads tensor values and so cannot run on fake ones: then each
         materialisation builds the whole model.
-    given: the function returns what has been there before; `build` then copies it.
     changed_parameters: names of parameters that nothing trains and the forward changes: buffers to a graph.
     hooks: on parameters, as the constructor left them.
     """
@@ -337,7 +335,6 @@ class Blueprint:
     record: ConstructorRecord = field(default_factory=ConstructorRecord)
     attribute_tensors: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
-    given: bool = False
     hooks: tuple[Hook, ...] = ()
     changed_parameters: set[str] = field(default_factory=set)
 
@@ -349,24 +346,18 @@ class Blueprint:
             vars(module)["_apply"] = _Stays(module)
 
     @one_thread_at_a_time
-    def whole(self, seed: int) -> nn.Module:
-        """The model as `torch.manual_seed(seed); build()` makes it. The generator is left as it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            with constructor_draws():
-                return self.build()
-
-    @one_thread_at_a_time
     def materialise(self, seed: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named parameters and buffers of `whole`.
+        """The named parameters and buffers as `torch.manual_seed(seed); build()` makes them.
 
         names: FQNs, or names in `attribute_tensors`. Tied names give the same tensor.
+        The generator's state is left as it was.
         """
-        if self.why_whole:
-            real = _named_tensors(self.whole(seed))
-            return {name: real[name].detach() for name in names}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            if self.why_whole:
+                with constructor_draws():
+                    real = _named_tensors(self.build())
+                return {name: real[name].detach() for name in names}
             named: Mapping[str, Tensor] = _named_tensors(self.model) | self.initial | self.attribute_tensors
             return ConstructorReplay(self.record, {name: named[name] for name in names}).run()
 
@@ -403,15 +394,14 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
     """Run a constructor on fake tensors of `fake`, recording it.
 
     A constructor that reads values of tensors (`.item()`, `.tolist()`), or loads them from a file, is run for
-    real instead, and its result turned into fake tensors. A function may also return what is there already,
-    which is left as it is.
+    real instead, and its result turned into fake tensors.
     """
     if isinstance(build, nn.Module):
         raise CaptureError(
             f"Job.model is {of_type(build)}, and should be a function that makes one",
             hint="give its class, or lambda: Net(config); Pipeline takes a module itself",
         )
-    recorder, elsewhere = ConstructorRecorder(fake), set[int]()
+    recorder, why, given = ConstructorRecorder(fake), "", False
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -423,9 +413,11 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             FakeDeepCopy(),
         ):
             model = build()
-            elsewhere = _real_storages(model)
-        if elsewhere:
-            raise NotImplementedError("the constructor returns tensors made elsewhere")
+            if any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()]):
+                why, seen = "it returns tensors made elsewhere", WeakSet(model.modules())
+                del model  # one at a time: each may be as large as the real one
+                model = build()
+                given = any(module in seen for module in model.modules())
     except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
         with torch.random.fork_rng(devices=[]), constructor_draws():
             model = call_own(
@@ -437,12 +429,17 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             ) from None
         _refuse_lazy(model)
         why = f"{type(error).__name__}: {error}"
-        hooks = parameter_hooks(model)  # imitations have none
-        if elsewhere.isdisjoint(_real_storages(model)):
-            return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
-        copied = _imitated_copy(model, fake)
-        return Blueprint(partial(_copy, build), copied, why_whole=why, given=True, hooks=hooks)
-    return Blueprint(build, model, recorder.record, hooks=parameter_hooks(model))
+    if given:
+        raise CaptureError(
+            f"the function that makes the model returned {of_type(model)}, or a part of it, that was there "
+            "already, so that two ranks or a comparison would train the same",
+            hint="give Pipeline the module itself; or let the function make a new one each time, as "
+            "lambda: copy.deepcopy(net)",
+        )
+    hooks = parameter_hooks(model)  # imitations have none
+    if why:
+        return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
+    return Blueprint(build, model, recorder.record, hooks=hooks)
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -454,37 +451,14 @@ def _refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def _real_storages(model: nn.Module) -> set[int]:
-    real = (tensor for tensor in _named_tensors(model).values() if not isinstance(tensor, FakeTensor))
-    return {tensor.untyped_storage()._cdata for tensor in real if tensor.layout is torch.strided}
-
-
-def _copy(build: Callable[[], nn.Module]) -> nn.Module:
-    """What it returns is real, whatever its copy is made for."""
-    with no_dispatch(), _disable_current_modes():
-        return copy.deepcopy(build())
-
-
-def _imitations(model: nn.Module, fake: FakeTensorMode) -> dict[int, Any]:
-    """A fake tensor for each parameter and buffer, by its id."""
-    return {id(tensor): fake.from_tensor(tensor) for tensor in _named_tensors(model).values()}
-
-
-def _imitated_copy(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    try:
-        return copy.deepcopy(model, _imitations(model, fake))
-    except (TypeError, RuntimeError) as error:
-        raise CaptureError(
-            f"the function that makes the model returned {of_type(model)} that was there already, which "
-            f"cannot be copied: {error}",
-            hint="give its class, or lambda: Net(config)",
-        ) from error
-
-
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     """Replace every parameter and buffer by a fake one, keeping ties."""
-    imitations = _imitations(model, fake)
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for store in (module._parameters, module._buffers):
-            store.update({name: imitations[id(t)] for name, t in store.items() if t is not None})
+            for name, tensor in store.items():
+                if tensor is not None:
+                    if id(tensor) not in seen:
+                        seen[id(tensor)] = (tensor, fake.from_tensor(tensor))
+                    store[name] = seen[id(tensor)][1]  # type: ignore[assignment]
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
 
 from ..ir.errors import BatchError, ConfigError, of_type
 from ..ir.user_code import at, own_definition
@@ -149,14 +151,20 @@ def _refuse_loss(loss: Callable[..., Any], parts: int, for_loss: int) -> None:
 
 
 def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    if isinstance(model, nn.Module):
-        return lambda: model
-    if not callable(model):
-        raise ConfigError(
-            f"the model is {of_type(model)}",
-            hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
-        )
-    return model
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise ConfigError(
+                f"the model is {of_type(model)}",
+                hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
+            )
+        return model
+
+    def copied() -> nn.Module:
+        """The module is real, whatever its copy is made for."""
+        with no_dispatch(), torch.utils._python_dispatch._disable_current_modes():
+            return copy.deepcopy(model)
+
+    return copied
 
 
 def weights_digest(module: nn.Module) -> list[complex]:

@@ -268,7 +268,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     settings = config.pipeline
     fixed = settings_of(plan) | {"planner": plan.planner, "schedule": plan.schedule}
     fixed["split_words"] = max(plan.split_words.values(), default="off")
-    treated = {how for stage in plan.memory.stages for how in stage.values()}
+    treated = {how for stage in plan.memory.stages for how in stage.values()} - {"keep"}
     if not treated <= set(TREATMENTS["both"] if settings.allowed is None else settings.allowed):
         fixed["treatments"] = next(name for name, some in TREATMENTS.items() if treated <= set(some))
     if settings.compile and not fixed.get("compile"):
