@@ -70,11 +70,11 @@ def torch_stages(
         a trained parameter, or need what torch's engine lacks; CaptureError if the forward cannot be traced;
         ConfigError for a rank that is not this process's.
 
-    >>> import tempfile
+    >>> import copy, tempfile
     >>> import pipeloom
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> job = pipeloom.Job(
-    ...     model=lambda: net,
+    ...     model=lambda: copy.deepcopy(net),
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
