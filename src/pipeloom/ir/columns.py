@@ -147,6 +147,14 @@ class Columns:
         chosen = columns if entries is None else tuple(column[entries] for column in columns)
         # Kind -> what stands around the micro-batch, and whether a peer follows.
         arrows = [ARROWS.get(kind) for kind in self.kinds]
+        kind, stage, microbatch, _ = chosen
+        if (microbatch >= 0).all() and not any(arrows[code] for code in np.unique(kind).tolist()):
+            # Schedules have millions of these: a stage with its kind, and a number, that many share.
+            keys, front = np.unique(stage.astype(np.int64) * len(self.kinds) + kind, return_inverse=True)
+            numbers, number = np.unique(microbatch, return_inverse=True)
+            fronts = [f"{key // len(self.kinds)}{self.kinds[key % len(self.kinds)]}" for key in keys.tolist()]
+            ends = list(map(str, numbers.tolist()))
+            return [fronts[i] + ends[j] for i, j in zip(front.tolist(), number.tolist(), strict=True)]
         return [
             f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}"
             if arrows[code]
