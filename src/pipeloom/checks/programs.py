@@ -40,33 +40,33 @@ Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
 
 def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Every transfer stands on its stage's rank and follows an edge of the stage graph to another rank."""
-    columns, route = program.columns, program.message_index(flow).route
-    entries = np.flatnonzero(~columns.is_compute)
-    stage, peer = columns.stage[entries], columns.peer[entries]
+    columns, routes = program.columns, program.message_index(flow).route
     homes = np.array(program.placement, np.int32)
     last = len(homes) - 1
-    rank = np.repeat(np.arange(columns.ranks, dtype=np.int32), np.diff(columns.offsets))[entries]
-    strange = (stage < 0) | (stage > last) | (homes[np.clip(stage, 0, last)] != rank)
-    astray = route[entries] == NO_ROUTE
-    local = (route[entries] >= 0) & (homes[np.clip(peer, 0, last)] == rank)
-    microbatch = columns.microbatch[entries]
-    late = (route[entries] != -1) & ((microbatch < 0) | (microbatch >= program.microbatches))
-    wrong = np.flatnonzero(strange | astray | local | late)
-    if not len(wrong):
-        return
-    at = wrong[0]
-    who, step = program.locate(int(entries[at]))
-    if strange[at]:
-        why, hint = f"does not hold stage {step.stage}", "move it to the rank of that stage, or drop it"
-    elif astray[at]:
-        what = "gradients" if step.kind in (SEND_B, RECV_B) else "values"
-        why, hint = f"no {what} pass that way from stage to stage", "drop it and its other end"
-    elif local[at]:
-        why, hint = "holds both stages", "drop it and its other end: stages on one rank share memory"
-    else:
-        why = f"the micro-batches are 0 to {program.microbatches - 1}"
-        hint = "correct the micro-batch, or drop it and its other end"
-    raise ScheduleError(f"rank {who} runs {step}, but {why}", hint=hint)
+    for rank, (low, high) in enumerate(pairwise(columns.offsets.tolist())):
+        entries = low + np.flatnonzero(~columns.is_compute[low:high])
+        stage, peer, route = columns.stage[entries], columns.peer[entries], routes[entries]
+        microbatch = columns.microbatch[entries]
+        strange = (stage < 0) | (stage > last) | (homes[np.clip(stage, 0, last)] != rank)
+        astray = route == NO_ROUTE
+        local = (route >= 0) & (homes[np.clip(peer, 0, last)] == rank)
+        late = (route != -1) & ((microbatch < 0) | (microbatch >= program.microbatches))
+        wrong = np.flatnonzero(strange | astray | local | late)
+        if not len(wrong):
+            continue
+        at = wrong[0]
+        step = columns.at(int(entries[at]))
+        if strange[at]:
+            why, hint = f"does not hold stage {step.stage}", "move it to the rank of that stage, or drop it"
+        elif astray[at]:
+            what = "gradients" if step.kind in (SEND_B, RECV_B) else "values"
+            why, hint = f"no {what} pass that way from stage to stage", "drop it and its other end"
+        elif local[at]:
+            why, hint = "holds both stages", "drop it and its other end: stages on one rank share memory"
+        else:
+            why = f"the micro-batches are 0 to {program.microbatches - 1}"
+            hint = "correct the micro-batch, or drop it and its other end"
+        raise ScheduleError(f"rank {rank} runs {step}, but {why}", hint=hint)
 
 
 def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:

@@ -23,49 +23,39 @@ from ..ir.columns import (
     RECV_F_,
     SEND_B_,
     SEND_F_,
+    Codes,
     Columns,
     Ints,
+    Longs,
     Rows,
     starts_of,
 )
 from ..ir.flow import Flow, flow_of
+from ..ir.kernels import kernel
 from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 
 
 def add_transfers(program: Program, stages: StageGraph) -> Program:
-    old, count = program.columns, len(program.placement)
-    around = _around(flow_of(stages), program.placement)
-    row = np.where(old.kind == F_, old.stage, count + old.stage)
-    moves = old.among((F_, B_, I_))
-    before, after = (
-        np.where(moves, np.diff(first)[row], 0) for first in (around.first_before, around.first_after)
-    )
-    # What an action receives stands in front of it, what it sends behind it. For 1F0, which receives one
-    # message and sends two:
-    #
-    #     made    RECV_F  1F0  SEND_F  SEND_F
-    #     at        -1     0      1       2
-    #
-    ends = np.append(0, np.cumsum(before + 1 + after))
-    entry = np.repeat(np.arange(len(old)), np.diff(ends))
-    at = np.arange(len(entry)) - (ends[:-1] + before)[entry]
-    kind, peer = old.kind[entry], np.full(len(entry), -1, np.int32)
-    receives, sends = np.flatnonzero(at < 0), np.flatnonzero(at > 0)
-    peer[receives] = around.before[around.first_before[row[entry[receives]] + 1] + at[receives]]
-    peer[sends] = around.after[around.first_after[row[entry[sends]]] + at[sends] - 1]
-    kind[receives] = np.where(kind[receives] == F_, RECV_F_, RECV_B_)
-    kind[sends] = np.where(kind[sends] == F_, SEND_F_, SEND_B_)
-    columns = Columns(
-        kind=kind,
-        stage=old.stage[entry],
-        microbatch=old.microbatch[entry],
-        peer=peer,
-        offsets=ends[old.offsets],
+    old, around = program.columns, _around(flow_of(stages), program.placement)
+    count = len(program.placement)
+    added = np.zeros((count, len(old.kinds)), np.int32)
+    transfers = np.diff(around.first_before) + np.diff(around.first_after)
+    added[:, F_] = transfers[:count]
+    added[:, B_] = added[:, I_] = transfers[count:]
+    total = len(old) + int(added[old.stage, old.kind].sum())
+    made = Columns(
+        kind=np.empty(total, np.int16),
+        stage=np.empty(total, np.int32),
+        microbatch=np.empty(total, np.int32),
+        peer=np.full(total, -1, np.int32),
+        offsets=np.zeros_like(old.offsets),
         kinds=old.kinds,
     )
-    return replace(program, rows=Rows(columns))
+    columns = (made.kind, made.stage, made.microbatch, made.peer)
+    _insert((old.kind, old.stage, old.microbatch), old.offsets, around, columns, made.offsets)
+    return replace(program, rows=Rows(made))
 
 
 class _Around(NamedTuple):
@@ -87,6 +77,40 @@ def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
     first_before, before = listed(flow.reads_from, flow.gradients_from)
     first_after, after = listed(flow.read_by, flow.gradients_to)
     return _Around(first_before=first_before, before=before, first_after=first_after, after=after)
+
+
+@kernel
+def _insert(
+    old: tuple[Codes, Ints, Ints],
+    offsets: Longs,
+    around: _Around,
+    made: tuple[Codes, Ints, Ints, Ints],
+    made_offsets: Longs,
+) -> None:
+    kind, stage, microbatch = old
+    made_kind, made_stage, made_microbatch, made_peer = made
+    stages = len(around.first_before) // 2
+    at = 0
+    for rank in range(len(offsets) - 1):
+        for entry in range(offsets[rank], offsets[rank + 1]):
+            code, low = kind[entry], at
+            moves = code == F_ or code == B_ or code == I_
+            row = stage[entry] if code == F_ else stages + stage[entry]
+            if moves:
+                for number in range(around.first_before[row], around.first_before[row + 1]):
+                    made_kind[at] = RECV_F_ if code == F_ else RECV_B_
+                    made_peer[at] = around.before[number]
+                    at += 1
+            made_kind[at] = code
+            at += 1
+            if moves:
+                for number in range(around.first_after[row], around.first_after[row + 1]):
+                    made_kind[at] = SEND_F_ if code == F_ else SEND_B_
+                    made_peer[at] = around.after[number]
+                    at += 1
+            made_stage[low:at] = stage[entry]
+            made_microbatch[low:at] = microbatch[entry]
+        made_offsets[rank + 1] = at
 
 
 def join_pairs(program: Program, stages: StageGraph) -> Program:

@@ -26,6 +26,7 @@ from ..ir.columns import (
     SEND_F_,
     STEP_,
     W_,
+    Codes,
     Columns,
     Floats,
     Ints,
@@ -36,6 +37,7 @@ from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.dependencies import meets
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
+from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
@@ -195,28 +197,55 @@ def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Longs, list[int
 
 def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first: Longs) -> EventCodes:
     """first: the first message of each channel, and their number."""
-    kind, route = columns.kind, messages.route
-    sends = _by_channel(np.flatnonzero((kind == SEND_F_) | (kind == SEND_B_)), route, channel)
-    receives = _by_channel(np.flatnonzero((kind == RECV_F_) | (kind == RECV_B_)), route, channel)
-    computes = np.flatnonzero(columns.is_compute)
-    message = np.full(len(columns), -1, np.int32)
-    message[sends] = np.arange(len(sends))
-    message[receives] = message[messages.sent[route[receives], columns.microbatch[receives]]]
-    code = np.full(len(columns), OTHER, np.int32)
-    code[sends] = 4 * route[sends] + SENDS
-    code[receives] = 4 * route[receives] + RECEIVES
-    code[computes] = 4 * (columns.stage[computes] * len(columns.kinds) + kind[computes]) + COMPUTES
-    received = message[receives]
-    if np.array_equal(received, np.arange(len(sends))):
-        return EventCodes(message, route[sends], code, True, np.zeros(0, np.int64))
+    message, code = np.full(len(columns), -1, np.int32), np.full(len(columns), OTHER, np.int32)
+    route_of = np.empty(first[-1], np.int32)
+    of_entry = (columns.kind, columns.stage, columns.microbatch, messages.route)
+    following = np.stack([first, first])
+    if _encode(of_entry, len(columns.kinds), messages.sent, channel, following, (message, code, route_of)):
+        return EventCodes(message, route_of, code, True, np.zeros(0, np.int64))
+    receives = np.flatnonzero((columns.kind == RECV_F_) | (columns.kind == RECV_B_))
+    receives = receives[np.argsort(channel[messages.route[receives]], kind="stable")]
     # Messages of a later channel have higher numbers, so that one running maximum serves all channels.
-    upto = np.maximum.accumulate(received, dtype=np.int64) + 1 - first[channel[route[receives]]]
-    return EventCodes(message, route[sends], code, False, upto)
+    known = np.maximum.accumulate(message[receives], dtype=np.int64) + 1
+    return EventCodes(message, route_of, code, False, known - first[channel[messages.route[receives]]])
 
 
-def _by_channel(entries: Longs, route: Ints, channel: Longs) -> Longs:
-    """Transfers channel by channel, those of each in their order."""
-    return entries[np.argsort(channel[route[entries]], kind="stable")]
+@kernel
+def _encode(
+    of_entry: tuple[Codes, Ints, Ints, Ints],
+    kinds: int,
+    sent: Ints,
+    channel: Longs,
+    following: Longs,
+    made: tuple[Ints, Ints, Ints],
+) -> bool:
+    """Fill in the message and the code of each entry, and the route of each message. Returns whether each
+    channel's messages are received in the order sent.
+
+    following: (2, channels), the next message of each to be sent, and to be received.
+    """
+    kind, stage, microbatch, route = of_entry
+    message, code, route_of = made
+    for entry in range(len(kind)):
+        what = kind[entry]
+        if what == SEND_F_ or what == SEND_B_:
+            at = channel[route[entry]]
+            message[entry] = following[0, at]
+            route_of[following[0, at]] = route[entry]
+            following[0, at] += 1
+            code[entry] = 4 * route[entry] + SENDS
+        elif what == RECV_F_ or what == RECV_B_:
+            code[entry] = 4 * route[entry] + RECEIVES
+        elif what != REDUCE_ and what != STEP_:
+            code[entry] = 4 * (stage[entry] * kinds + what) + COMPUTES
+    in_order = True
+    for entry in range(len(kind)):
+        if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
+            message[entry] = message[sent[route[entry], microbatch[entry]]]
+            at = channel[route[entry]]
+            in_order = in_order and message[entry] == following[1, at]
+            following[1, at] += 1
+    return in_order
 
 
 def _channel_seconds(channel: Longs, seconds: Floats, channels: int) -> Floats:

@@ -86,7 +86,7 @@ class MemoryChanges(NamedTuple):
 class Step(NamedTuple):
     """A simulated step: what ran, when, and what that changes.
 
-    gone_s, gone_bytes: when senders let go of messages, and of how many bytes; channel by channel as the
+    gone_s, gone_route: when senders let go of messages, and of what route; channel by channel as the
     messages are, but in the order of time.
     """
 
@@ -94,7 +94,7 @@ class Step(NamedTuple):
     state: SimulatorState
     changes: MemoryChanges
     gone_s: Floats
-    gone_bytes: Longs
+    gone_route: Ints
 
 
 class ReplayOutput(NamedTuple):
@@ -238,7 +238,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
         # `<=`: else a peak would count a message together with what begins just when it is through.
         if channel >= 0 and (at_own == len(time) or step.gone_s[message] <= time[entry]):
             now = step.gone_s[message]
-            boundary -= step.gone_bytes[message]
+            boundary -= step.changes.message_bytes[step.gone_route[message]]
             gone[channel] += 1
             channel = _next_sent(step, rank, gone)
         else:
@@ -280,11 +280,11 @@ class Memory:
         """What is replayed. A small message is held to the end of a step, and larger ones of its channel,
         sent later, are not."""
         p = self.layout
-        gone_s, gone_bytes = self.state.transfer_end, self.changes.message_bytes[p.route]
+        gone_s, gone_route = self.state.transfer_end, p.route
         if self.gone_s is not None:
             order = np.lexsort((self.gone_s, np.repeat(np.arange(len(p.target)), np.diff(p.first_message))))
-            gone_s, gone_bytes = self.gone_s[order], gone_bytes[order]
-        return Step(p, self.state, self.changes, gone_s, gone_bytes)
+            gone_s, gone_route = self.gone_s[order], p.route[order]
+        return Step(p, self.state, self.changes, gone_s, gone_route)
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
