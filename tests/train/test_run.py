@@ -362,14 +362,25 @@ def test_however_it_is_ended_it_says_how_far_it_is(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_run_that_fails_says_how_far_it_is_kept_if_it_is(
-    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+@pytest.mark.parametrize(("fails", "kept"), [("at once", False), ("behind a checkpoint", True)])
+def test_a_run_that_fails_says_how_far_it_is_kept_if_it_got_further(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, fails: str, kept: bool
 ) -> None:
-    for steps, told in ((0, ""), (2, f"{tmp_path / 'a'} is kept up to step 2: go on with --resume")):
-        assert not steps or start() == 0
-        capsys.readouterr()
-        with monkeypatch.context() as patch:
-            patch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
-            assert start("steps=4", resume=bool(steps)) == 1
+    def launch(*of_ranks: Any, **more: Any) -> int:
+        return launch_here(*of_ranks, **more) + 1 if kept else 1
+
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch)
+    for steps in (2, 3):
+        assert start(f"steps={steps}", resume=kept and steps > 2) == 1, fails
         said = capsys.readouterr().err
-        assert said.startswith(told) and bool(said) == bool(told)
+        assert (f"{tmp_path / 'a'} is kept up to step {steps}: go on with --resume" in said) == kept
+
+
+def test_a_resumed_run_that_is_refused_is_not_to_be_resumed_again(
+    start: Callable[..., int], monkeypatch, capsys
+):
+    assert start() == 0
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
+    capsys.readouterr()
+    assert start("steps=4", resume=True) == 1
+    assert "go on with" not in capsys.readouterr().err

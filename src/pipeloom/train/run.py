@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..ir.errors import CheckpointError, ConfigError
+from ..ir.errors import CheckpointError, ConfigError, PeerError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.text import finite, parse_bytes, write_whole
@@ -97,8 +97,8 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
             end_undisturbed()
             print(interrupted(out), file=sys.stderr)
             raise
-        if status and complete(out / "checkpoint"):
-            print(interrupted(out), file=sys.stderr)
+        if status:
+            _tell_what_is_kept(prepared)
         return status
 
 
@@ -108,7 +108,7 @@ def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
         file = find_run(request.name, request.out) / "config.toml"
     settings = read_config(file, request.overrides).pipeline
     group = connect(rank_device(Options(device=settings.device)), timeout_s=settings.timeout_s)
-    with ExitStack() as stack:
+    with terminate_as_exit(), ExitStack() as stack:
 
         def prepare() -> PreparedRun | None:
             directory = run_directory(request.name, request.out, resume=request.resume)
@@ -116,8 +116,20 @@ def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
 
         prepared = result_of_rank_0(group, prepare)
         if prepared is not None:
-            run_rank(_train_rank, prepared)
+            try:
+                run_rank(_train_rank, prepared)
+            except (KeyboardInterrupt, SystemExit, PeerError):
+                if group.rank() == 0:
+                    _tell_what_is_kept(prepared)
+                raise
     return 0
+
+
+def _tell_what_is_kept(prepared: PreparedRun) -> None:
+    """One that failed before it got further than it was, as a resumed run that is refused, says nothing."""
+    out = prepared.out
+    if complete(out / "checkpoint") and checkpoint_step(out / "checkpoint") > prepared.first_step:
+        print(interrupted(out), file=sys.stderr)
 
 
 def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> PreparedRun | None:
