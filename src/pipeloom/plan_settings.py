@@ -193,6 +193,11 @@ class PlanSettings:
             )
         for word in self.allowed or ():
             _refuse_value("treatments", word, words=get_args(Treatment))
+        if self.offload_dir is not None and self.allowed is not None and "offload" not in self.allowed:
+            raise ConfigError(
+                f"treatments are {shown(self.treatments)}, and {self.offload_dir} is to be offloaded to",
+                hint="leave out --offload-dir, or let residuals be offloaded: --treatments offload, or both",
+            )
         if self.cluster is not None and self.offload_dir is not None:
             raise ConfigError(
                 f"a cluster was given, and {self.offload_dir} to offload to on this machine",

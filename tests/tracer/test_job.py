@@ -69,6 +69,13 @@ def test_from_a_file_and_from_a_module(folder: Path) -> None:
     assert load_job("itself.py").name == "loaded"
 
 
+def test_a_job_without_a_name_is_called_as_what_it_is_found_by(folder: Path) -> None:
+    (folder / "pack" / "small.py").write_text(GOOD.replace('name="loaded"', ""))
+    (folder / "small.py").write_text(GOOD.replace('name="loaded"', "") + "\njob = make()\n")
+    names = [load_job(spec).name for spec in ("small.py", "small.py:job", "small.py:make", "pack.small:make")]
+    assert names == ["small", "small", "small.make", "small.make"]
+
+
 def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:
     for file in ("jobs_here.py", "json.py"):  # from the same folder
         assert load_job(f"{file}:make").name == "loaded"

@@ -14,24 +14,30 @@ CHUNKS = (2, 4)
 """Stages per rank that are tried."""
 
 
-def pipeoffload_schedules(ranks: int, most_stages: int, *, copies: bool = True) -> tuple[str, ...]:
+def pipeoffload_schedules(
+    ranks: int, most_stages: int, *, copies: bool = True, chunks: int | None = None
+) -> tuple[str, ...]:
     """Schedules that are worth a try, by name.
 
     most_stages: into which the model can be cut.  copies: those that offload, too.
+    chunks: stages on each rank, where only those schedules are asked for.
 
     >>> pipeoffload_schedules(2, 4, copies=False)
     ('1f1b', 'gis_h', 'zb_h1', 'gis:v=2', 'po:v=2', 'zb_v')
     >>> pipeoffload_schedules(2, 2)
     ('1f1b', 'zb_h1', '1f1b:offload=1', '1f1b:fit=1')
+    >>> pipeoffload_schedules(2, 6, copies=False, chunks=3)
+    ('gis:v=3', 'gis_h:v=3', 'po:v=3')
     """
-    several = [v for v in CHUNKS if v * ranks <= most_stages]
-    names = ["1f1b", *(["gis_h"] if several else []), "zb_h1"]
+    single = chunks in (None, 1)
+    several = [v for v in (CHUNKS if chunks is None else (chunks,)) if 1 < v <= most_stages // ranks]
+    names = ["1f1b"] * single + ["gis_h"] * (2 in several) + ["zb_h1"] * single
     families = ((v, family) for v in several for family in ("gis", "gis_h", "po"))
     names += [f"{family}:v={v}" for v, family in families if (v, family) != (2, "gis_h")]
-    names += ["zb_v"] if several else []
+    names += ["zb_v"] * (2 in several)
     if not copies:
         return tuple(names)
-    names += ["1f1b:offload=1", "1f1b:fit=1"]
+    names += ["1f1b:offload=1", "1f1b:fit=1"] * single
     for v in several:
         counts = sorted({1, ceil(v / 2), v})
         groups = sorted({ceil(ranks / 2), ranks})

@@ -178,8 +178,8 @@ def _fill(search: Search) -> Cuts:
 
 def offloading_schedules(request: Request) -> tuple[str, ...]:
     """Those that PipeOffload leaves to its user, see pipeoffload_schedules.py."""
-    places = len(Readers(request.graph).cut_points) - 1
-    return pipeoffload_schedules(len(request.cluster.devices), places, copies=request.may_offload)
+    ranks, places = len(request.cluster.devices), len(Readers(request.graph).cut_points) - 1
+    return pipeoffload_schedules(ranks, places, copies=request.may_offload, chunks=request.options.chunks)
 
 
 def search_of(request: Request, name: str) -> Search:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,7 +35,7 @@ class Job:
         attributes. If its first argument is called `named_parameters`, it gets pairs (name, parameter). Each
         rank calls it with all parameters that are trained, in the model's order; those of other ranks have
         no data (they are on the meta device). By default AdamW(lr=1e-3).
-    name: what messages, graphs and reports call the model.
+    name: what messages, graphs and reports call the model. By default as its file or module.
     modules: lists of module names (FQNs), one list per stage: cut there instead of capturing single ops. It
         is also how a model that cannot be captured otherwise is cut at places of your choice.
 
@@ -80,7 +80,7 @@ def load_job(spec: str) -> Job:
     module = load_user_file(Path(where), hint=_HINT) if where.endswith(".py") else _from_name(where, name)
     function = getattr(module, name, None)
     if isinstance(function, Job):
-        return function
+        return _named(function, where, name)
     if not callable(function):
         what = "has no function" if function is None else "has something that is not a function under"
         known = [n for n in vars(module) if callable(getattr(module, n))]
@@ -88,7 +88,16 @@ def load_job(spec: str) -> Job:
     job = call_own(spec, function, hint=_HINT)
     if not isinstance(job, Job):
         raise ConfigError(f"{spec} returned {of_type(job)} instead of a pipeloom.Job", hint=_HINT)
-    return job
+    return _named(job, where, name)
+
+
+def _named(job: Job, where: str, name: str) -> Job:
+    """A job without a name of its own is called as where it stands, as mine.small of mine.py:small; and as
+    mine if it is mine.py:job."""
+    if job.name != Job.name:
+        return job
+    module = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    return replace(job, name=module if name == "job" else f"{module}.{name}")
 
 
 def _from_name(name: str, function: str) -> ModuleType:

@@ -38,7 +38,7 @@ from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
 from ..fit_caps import fit_caps
 from ..pipeoffload_schedules import CHUNKS, pipeoffload_schedules
-from ..placement import Layout, message_seconds, stages_for
+from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refusals import TooManyStages, fits, state_passes_caps, too_many_stages
 from ..request import Request
@@ -257,11 +257,11 @@ class JointSearch:
         options, ranks = self.request.options, len(self.request.cluster.devices)
         if options.schedule or options.schedules or self.request.updates or not self.request.may_offload:
             return ()
-        plain = set(pipeoffload_schedules(ranks, self.places, copies=False))
-        names = [name for name in pipeoffload_schedules(ranks, self.places) if name not in plain]
-        if options.chunks:
-            names = [name for name in names if stages_for(name, ranks) == options.chunks * ranks]
-        return tuple(names)
+        plain, known = (
+            pipeoffload_schedules(ranks, self.places, copies=copies, chunks=options.chunks)
+            for copies in (False, True)
+        )
+        return tuple(name for name in known if name not in plain)
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
