@@ -334,4 +334,5 @@ def make_variant(
     }
     functions = {s: built[stages.origin(s)] for s in rank_stages}
     flops = 0.0 if device == "cpu" else product_flops(captured.graph)
-    return Variant(stages=plan.replicated(stages), functions=functions, flops=flops)
+    decides = captured.cut is not None
+    return Variant(stages=plan.replicated(stages), functions=functions, flops=flops, decides=decides)

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import every_schedule
+import nets
 import pytest
 import runs
 import torch
 from delayed import job_of, steady_plan, trained
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeloom import Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan, widened
 from pipeloom.runtime.channel import Channel, PendingSum
 from pipeloom.runtime.transport import GlooTransport, PendingTransfer, SumGroup
@@ -144,3 +145,37 @@ def test_a_share_of_the_optimizer_state_is_hardly_larger_than_an_even_one(name: 
         assert own == pipeline.expected.peaks[pipeline.rank]["optimizer"]
 
     runs.each_rank(GPT, plan, held)
+
+
+class LongOnly(nn.Module):
+    """A layer that short inputs pass by, or negative ones."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.decides = decides
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if x.mean().item() > 0 if self.decides else x.shape[1] > 3:
+            hidden = hidden + torch.tanh(self.inner(hidden))
+        return (self.last(hidden) - y).square().mean()
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_the_optimizer_passes_over_what_no_micro_batch_uses(decides: bool) -> None:
+    """A gradient of zeros would decay it, and move it by its momentum."""
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        positive, generator = seed % 2 == 0, torch.Generator().manual_seed(seed)
+        x = torch.rand(rows, 5 if positive or decides else 3, 4, generator=generator)
+        return {"x": x if positive else -x, "y": x.flip(0)}
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return LongOnly(decides)
+
+    job = nets.in_double(Job(model=model, batch=batch, optimizer=lambda p: torch.optim.AdamW(p, lr=0.05)))
+    batches = [job.batch(seed, 8) for seed in range(4)]
+    found = runs.pipelined(job, widened(runs.even_plan(job, 1, microbatches=2), 2), batches)
+    runs.assert_same(found, runs.plain(job, batches, 4), tolerance=TOLERANCE)

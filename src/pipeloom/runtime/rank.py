@@ -70,11 +70,13 @@ class Variant:
 
     functions: of this rank's stages; those of a stage's replicas are the same.
     flops: of matrix products, to train all stages on one micro-batch; 0 where nobody asks.
+    decides: data or random numbers decide which modules a step calls.
     """
 
     stages: StageGraph
     functions: Mapping[int, StageFunctions]
     flops: float = 0.0
+    decides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -354,7 +356,7 @@ class Rank:
         variants = [microbatch.variant for microbatch in microbatches]
         row = self._rows.get(id(program))
         if row is None or row.variants != variants:
-            self.reduce_and_step.attend(variants[0].stages, program.placement)
+            self.reduce_and_step.attend(variants, program.placement)
             if incoming is None:
                 incoming = [
                     send

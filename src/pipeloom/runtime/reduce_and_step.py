@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..ir.stages import StageGraph
@@ -23,7 +24,7 @@ from .transport import SumGroup
 from .weights import Gradients, clip_factor
 
 if TYPE_CHECKING:
-    from .rank import Rank, RankWork
+    from .rank import Rank, RankWork, Variant
 
 
 def norm_group(ranks: int) -> SumGroup:
@@ -96,10 +97,22 @@ class ReduceAndStep:
         self._after_step = after_step
         self._shared: list[Reduction] = []
         self._last_stage = -1
+        self._decides = False
+        self._same_everywhere: set[str] = set()
+        self._unused: set[str] = set()
+        self._counts: list[tuple[list[str], Tensor]] = []
 
-    def attend(self, stages: StageGraph, placement: Sequence[int]) -> None:
-        """A program is going to run. What is summed does not depend on the size of micro-batches."""
-        rank = self._rank
+    def attend(self, variants: Sequence[Variant], placement: Sequence[int]) -> None:
+        """A program is going to run, on micro-batches whose stages are these. What is summed does not depend
+        on their sizes."""
+        rank, stages = self._rank, variants[0].stages
+        self._decides = any(variant.decides for variant in variants)
+        alike = len({id(variant) for variant in variants}) == 1
+        self._same_everywhere = {
+            name
+            for name, readers in stages.tied.items()
+            if alike and len(set(map(stages.origin, readers))) == 1
+        }
         self._shared = shared_by(stages, placement, rank.rank, rank.weights.shares)
         self._last_stage = max((s for s, home in enumerate(placement) if home == rank.rank), default=-1)
 
@@ -121,14 +134,35 @@ class ReduceAndStep:
         weights = self._rank.weights
         channel = self._rank.channel
         if work.instruction.microbatch >= 0:
-            self.pending = _PendingUpdate(begin_sums(weights.begin_sums(), self._shared, channel))
+            self.pending = _PendingUpdate(self._begin(weights.begin_sums(), channel))
             return self.progress()
         with self._rank.recorder.record("recv", work.text):
-            self._wait(begin_sums(weights.grads, self._shared, channel))
+            self._wait(self._begin(weights.grads, channel))
+
+    def _begin(self, gradients: Gradients, channel: Channel) -> list[PendingSum]:
+        """Begin the sums, and find which are of gradients that no rank has: the optimizer leaves those
+        parameters as they are, which is not what it does for a gradient of zeros.
+
+        Replicas of a stage have the same ones, unless data decide: then it is counted which ranks have them.
+        """
+        unused = [name for name in self._same_everywhere & gradients.sums.keys() - gradients.touched]
+        self._unused, self._counts, counting = set(unused), [], []
+        for part in self._shared if self._decides else ():
+            if names := [name for name in part.names if name in gradients.sums]:
+                has = [float(name in gradients.touched) for name in names]
+                self._counts.append((names, torch.tensor(has, device=self._rank.weights.device)))
+                counting.append(
+                    channel.begin_sum(self._counts[-1][1], gradient_group(part.ranks), part.owner)
+                )
+        return counting + begin_sums(gradients, self._shared, channel)
 
     def _wait(self, sums: Sequence[PendingSum]) -> None:
         for begun in sums:
             begun.wait()
+        if self._decides:
+            counted = (zip(names, counts.tolist(), strict=True) for names, counts in self._counts)
+            self._unused = {name for pairs in counted for name, count in pairs if not count}
+        self._rank.weights.summed.forget(self._unused)
         for shared in self._shared:
             if shared.owner not in (None, self._rank.rank):
                 self._rank.weights.summed.forget(shared.names)
