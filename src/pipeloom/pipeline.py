@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
 
 from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
@@ -373,12 +374,18 @@ class Pipeline:
         require_training(self.plan)
         self._run.drain()
         self._take_reports()  # of batches that an earlier caller fed, and did not wait for
-        for batch in batches if self._first is None else self._first.all(batches):
-            # PyTorch refuses only once the update is made, when nothing can be saved.
-            for each in self.schedulers:
-                if isinstance(each, OneCycleLR) and each.last_epoch >= each.total_steps:
+        # PyTorch refuses only once the update is made, when nothing can be saved. Counted in batches: without
+        # a flush ranks have made different numbers of updates.
+        ends = [
+            (each.total_steps - each.last_epoch, each.total_steps)
+            for each in self.schedulers
+            if isinstance(each, OneCycleLR)
+        ]
+        for number, batch in enumerate(batches if self._first is None else self._first.all(batches)):
+            for left, total in ends:
+                if number >= left:
                     raise PipeloomError(
-                        f"the scheduler OneCycleLR is over after its {each.total_steps} steps",
+                        f"the scheduler OneCycleLR is over after its {total} steps",
                         hint="give it the steps of the whole run as total_steps; you can still save this one",
                     )
             self._run.feed(self.steps_done, batch)
@@ -493,7 +500,7 @@ class Pipeline:
             raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
         state: dict[str, Any] = {"user": dict(extra or {}), "seed": self.options.seed}
         if self.schedulers:
-            states = [scheduler.state_dict() for scheduler in self.schedulers]
+            states = [_in_numbers(scheduler.state_dict()) for scheduler in self.schedulers]
             state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
             state["scheduler_names"] = [_scheduler_name(scheduler) for scheduler in self.schedulers]
         with self._call("saving a checkpoint", refuses=(CheckpointError,)):
@@ -636,11 +643,19 @@ class Pipeline:
         """previous: version of the parameters before the newest."""
         graph, weights = self.captured.graph, self.weights
         persistent = {b.name for b in graph.buffers if b.persistent}
+        first: dict[int, str] = {}
+        buffers = self.captured.blueprint.model.named_buffers(remove_duplicate=False)
+        shared = {name: first.setdefault(id(buffer), name) for name, buffer in buffers}
         return TrainState(
             parameters=weights.params,
             buffers={n: t for n, t in weights.buffers.items() if n in persistent},
             optimizers=weights.optimizers,
-            aliases={alias: p.own_name for p in graph.parameters for alias in p.aliases},
+            aliases={alias: p.own_name for p in graph.parameters for alias in p.aliases}
+            | {
+                alias: name
+                for alias, name in shared.items()
+                if name in persistent and alias not in persistent
+            },
             rows=graph.rows,
             previous=previous,
             keeps_previous=weights.updates is not None,
@@ -665,6 +680,12 @@ class Pipeline:
 def _step_all(schedulers: list[LRScheduler]) -> None:
     for scheduler in schedulers:
         scheduler.step()
+
+
+def _in_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a scheduler of an optimizer whose rates are tensors."""
+    numbers: dict[str, Any] = tree_map(lambda v: v.item() if isinstance(v, Tensor) else v, state)
+    return numbers
 
 
 def _scheduler_name(scheduler: LRScheduler) -> str:

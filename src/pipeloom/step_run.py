@@ -31,10 +31,10 @@ def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None, checksum: 
         raise refusal
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class StepBatches:
     """tensors: what a batch of the user's is made of.  everywhere: each rank gives batches.  seed: of random
-    ops."""
+    ops.  agreed: the ranks of this process have had one batch alike."""
 
     job: Job
     plan: Plan
@@ -44,6 +44,7 @@ class StepBatches:
     training: StageVariants
     tensors: Callable[[Any], dict[str, Tensor]]
     everywhere: bool
+    agreed: bool = False
 
     def take(
         self,
@@ -71,8 +72,9 @@ class StepBatches:
             shares = loss_shares(parts, self.job.weight)
         except BatchError as error:
             refusal = error
-        checked = self.everywhere and step == 0 and refusal is None
+        checked = self.everywhere and not self.agreed and refusal is None
         agree(signature_of(whole), refusal, checksum_of(whole) if checked else 0)
+        self.agreed = True
         keep = variants is None and self.plan.steady is not None
         variants = variants or self.training
         each = self.plan.microbatches // self.plan.replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -14,6 +15,7 @@ import runs
 import torch
 from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
+from torch import Tensor, nn
 
 from pipeloom import Job, Pipeline
 from pipeloom.ir.action import RECOMPUTE, W
@@ -194,3 +196,29 @@ def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
     assert sum(runs.each_rank(job, plan_of(job, "chimera", 2, microbatches=2), rank)) > 900.0
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() > 0.4:
+                x = x + torch.tanh(layer(x))
+        return (x - y).square().mean()
+
+
+def test_a_model_that_leaves_out_layers_by_pythons_generator_is_rehearsed() -> None:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+        return {"x": x, "y": x.flip(0)}
+
+    job = Job(model=Drops, batch=batch)
+    plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=8)
+
+    def rank(pipeline: Pipeline) -> None:
+        assert min(pipeline.forecast().rehearsal().time_actions().values()) > 0
+
+    runs.each_rank(job, plan, rank)

@@ -74,7 +74,8 @@ class TrainState:
     def stored(self, name: str, key: str, tensor: Tensor) -> str:
         """The key under which a tensor like a parameter is saved. What an optimizer keeps besides those, such
         as a count of steps, is the same for each part."""
-        rows, like = self.rows.get(name), tensor.ndim > 0 and tensor.shape[0] == len(self.model[name])
+        rows = self.rows.get(name)
+        like = rows is not None and tensor.ndim > 0 and tensor.shape[0] == len(self.model[name])
         return files.key_of(key, (rows.start, rows.stop) if rows is not None and like else None)
 
     @property
@@ -228,12 +229,21 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     index = files.read_index(source)
     files.verify(source, index, share=0, shares=1)
     saved = SavedTensors(source, index)
+    _write_model(path, {name: saved.read(f"model.{name}", name) for name in index.model}, index.aliases)
+    return source
+
+
+def _write_model(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    """Raises: CheckpointError if it cannot be written."""
+    if odd := [name for name, tensor in tensors.items() if _in_pairs(tensor)]:
+        raise CheckpointError(
+            f"{odd[0]} is {tensors[odd[0]].dtype}, which safetensors does not have",
+            hint="take Pipeline.state_dict(), and save it by torch.save",
+        )
     try:
-        tensors = {name: saved.read(f"model.{name}", name) for name in index.model}
-        save_file(tensors, path, metadata={"format": "pt", **index.aliases})
+        save_file(_apart(tensors), path, metadata={"format": "pt", **aliases})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}", hint="choose another file") from None
-    return source
 
 
 class SafetensorsFolder:
@@ -324,9 +334,11 @@ def write_weights(
     if channel.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(_apart(tensors), path, metadata={"format": "pt", **aliases})
-        except (OSError, SafetensorError) as error:
+            _write_model(path, tensors, aliases)
+        except OSError as error:
             problem = CheckpointError(f"cannot write {path}: {error}", hint="choose another file")
+        except CheckpointError as error:
+            problem = error
     channel.agree(problem, None, "rank 0 to write the weights")
 
 

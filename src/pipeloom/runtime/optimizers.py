@@ -196,6 +196,7 @@ def update_bytes(
         optimizer = make_checked(make, params, rows)
         if rows:
             _refuse_parts_if_not_elementwise(make, params, rows)
+        before = _own_numbers(optimizer)
         try:
             found = _by_kind(optimizer, params, accelerated)
         except Exception as first:  # its step needs data, or cannot be made at all
@@ -205,7 +206,24 @@ def update_bytes(
                 told = first if type(first) is type(error) else error
                 raise _refusal(make, params, told) from None
     refuse_kept_beside(optimizer)
+    for (kind, name), number in _own_numbers(optimizer).items():
+        if number != before.get((kind, name), number):
+            raise PlanError(
+                f"{kind} changes the number in its attribute {name!r} as it steps",
+                hint="it would not be saved: change rates by a scheduler, or keep it in a parameter group",
+            )
     return found
+
+
+def _own_numbers(optimizer: Optimizer) -> dict[tuple[str, str], float]:
+    """In attributes of an optimizer and of those that it holds, by type and name."""
+    parts = {id(each): each for each in (optimizer, *optimizers_of(optimizer))}.values()
+    return {
+        (type(each).__name__, name): value
+        for each in parts
+        for name, value in vars(each).items()
+        if isinstance(value, int | float)
+    }
 
 
 def refuse_kept_beside(optimizer: Optimizer) -> None:
