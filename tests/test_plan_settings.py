@@ -86,7 +86,7 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
     for command in ("plan", "train", "bench"):
         said = "".join(CliRunner().invoke(main, [command, "--help"], terminal_width=200).output.split())
         for one in fields(PipelineConfig if command == "train" else PlanSettings):
-            if command != "bench" or one.name not in ("cluster", "lengths"):
+            if one.name not in {"bench": ("cluster", "lengths"), "train": ("clips",)}.get(command, ()):
                 assert "".join(one.metadata["help"].split()) in said, one.name
                 assert f"--{one.name.replace('_', '-')}" in said
 

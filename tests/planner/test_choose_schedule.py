@@ -104,10 +104,12 @@ def test_as_many_copies_as_the_caps_ask_for() -> None:
 
     with pytest.raises(InfeasibleError):
         plans(2, 0.8)("1f1b", "exact", ())
-    tight, loose, free = (plans(2, share)("1f1b:fit=1", "exact", ()) for share in (0.8, 0.95, None))
+    tight, loose, free = (plans(2, share)("1f1b:fit=1", "exact", ("offload",)) for share in (0.8, 0.95, None))
     for plan in (tight, loose):
         assert all(peak <= cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
     assert copied(tight) > 0 == copied(free)
+    with pytest.raises(PlanError, match="1f1b:fit=1 offloads"):
+        plans(2, None)("1f1b:fit=1", "exact", ())
     assert copied(loose) <= copied(tight)
 
 

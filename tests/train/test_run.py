@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import good
+from every_schedule import gpt_job
 from runs import even_plan
 from tiny_run import lines
 
@@ -384,3 +385,14 @@ def test_a_resumed_run_that_is_refused_is_not_to_be_resumed_again(
     capsys.readouterr()
     assert start("steps=4", resume=True) == 1
     assert "go on with" not in capsys.readouterr().err
+
+
+def test_a_plan_file_leaves_nothing_to_plan(tmp_path: Path) -> None:
+    plan = even_plan(gpt_job(), 2, microbatches=2)
+    with pytest.raises(ConfigError, match="granularity"):
+        follow_plan(
+            Config(pipeline=PipelineConfig(granularity="module")), plan, ("pipeline.granularity=module",)
+        )
+    for changed in (Config(pipeline=PipelineConfig(granularity="module")), Config(replan=2)):
+        assert follow_plan(changed, plan, ()).pipeline.granularity == changed.pipeline.granularity
+    assert follow_plan(Config(pipeline=PipelineConfig(master_weights=True)), plan, ()).plan_settings.clips

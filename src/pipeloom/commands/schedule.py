@@ -1,4 +1,4 @@
-"""pipeloom schedule: list, show, check, compare, explain, tune and export schedules, without a model."""
+"""pipeloom schedule: list, show, check, compare, explain and export schedules, without a model."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def names_model(given: Path) -> bool:
     metavar="MODEL",
     help="The MODEL, where CONFIG is given, too.",
 )
-@plan_options(of=PipelineConfig, unset=True)
+@plan_options(of=PipelineConfig, unset=True, without=("clips",))
 @click.option(
     "--optimizer",
     type=OneOf(OPTIMIZERS),

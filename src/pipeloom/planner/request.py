@@ -249,7 +249,7 @@ class Request:
     def makes_again(self) -> bool:
         """Whether a stage that the schedule itself has offloaded may make cheap residuals again instead: not
         where offloading alone is allowed."""
-        return not self.options.allowed or "recompute" in self.options.allowed
+        return self.options.allowed is None or "recompute" in self.options.allowed
 
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
@@ -258,6 +258,16 @@ class Request:
             raise PlanError(
                 f"this planner keeps every residual, it cannot {' or '.join(self.treatments)}",
                 hint="use planner dawnpiper, probe, vpipe or exact",
+            )
+        if self.copies and self.options.allowed is not None and "offload" not in self.options.allowed:
+            raise PlanError(
+                f"{self.schedule} offloads, and the treatments that are allowed do not",
+                hint="choose a schedule without copies, or allow offload (--treatments both)",
+            )
+        if self.options.offload_dir is not None and self.planner.optimises == "never" and not self.copies:
+            raise PlanError(
+                f"this planner keeps every residual, and {self.options.offload_dir} is to be offloaded to",
+                hint="leave that out, or use planner dawnpiper, probe, vpipe or exact",
             )
         bare = next((d.name for d in self.cluster.devices if d.host_link is None), None)
         if ("offload" in self.treatments or self.copies) and bare is not None:

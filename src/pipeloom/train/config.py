@@ -158,7 +158,7 @@ class Config:
     @property
     def plan_settings(self) -> PlanSettings:
         """Those of the pipeline, which clips if the optimizer's gradients are to be."""
-        return self.pipeline.changed(clips=self.pipeline.clips or bool(self.optimizer.clip_norm))
+        return self.pipeline.changed(clips=bool(self.optimizer.clip_norm))
 
 
 Override: TypeAlias = str | tuple[str, Any]

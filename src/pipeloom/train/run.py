@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +27,7 @@ from ..ir.text import finite, parse_bytes, write_whole
 from ..ir.weight_policies import WEIGHT_POLICIES
 from ..pipeline import Pipeline
 from ..plan_request import settings_of, times_of
+from ..plan_settings import PlanSettings
 from ..planner.planners import searches
 from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
@@ -145,8 +146,10 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     refuse_unused(request.overrides, config, own_optimizer=workload.rate is None)
     if plan is None:
         plan, captured = make_plan(config, workload, console)
+    plan = replace(plan, clips=config.plan_settings.clips)
     require_training(plan)
-    if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
+    fresh = not request.resume and config.pipeline.plan is None
+    if fresh and (advice := against_the_delay(config, plan, own_optimizer=workload.rate is None)):
         console.print(advice, soft_wrap=True)
     with console.status("capturing"):
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
@@ -269,6 +272,10 @@ def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * plan.ranks))
 
 
+OF_RUNS = frozenset(("memory", "treatments", "offload_dir", "compile"))
+"""Settings of plans that a run heeds, too, or that a plan file may have in another way."""
+
+
 def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> Config:
     """A plan file decides the ranks, the replicas, the schedule, weight versions, micro-batches,
     whether replicas share the optimizer, and, if it was made for that, that stages are compiled.
@@ -279,6 +286,8 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     """
     settings = config.pipeline
     fixed = settings_of(plan) | {"planner": plan.planner, "schedule": plan.schedule}
+    fixed["master_weights"] = plan.master_weights
+    fixed["clips"] = settings.clips
     fixed["split_words"] = max(plan.split_words.values(), default="off")
     treated = {how for stage in plan.memory.stages for how in stage.values()} - {"keep"}
     if not treated <= set(TREATMENTS["both"] if settings.allowed is None else settings.allowed):
@@ -296,6 +305,13 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     if (name := names_to_plan_by(plan).get("planner")) is not None and not searches(name):
         fixed["time_limit"] = None
     overridden = set(map(key_of, overrides))
+    of_planning = {one.name for one in fields(PlanSettings)} - fixed.keys() - OF_RUNS
+    for key in sorted(of_planning) if not config.replan else ():
+        if f"pipeline.{key}" in overridden and getattr(settings, key) != getattr(PlanSettings(), key):
+            raise ConfigError(
+                f"pipeline.{key} is for planning, and the plan {settings.plan} is made",
+                hint="leave one of them out; --set pipeline.plan= does without the plan file",
+            )
     for key, value in fixed.items():
         given, known = getattr(settings, key), "none" if value is None else value
         if f"pipeline.{key}" in overridden and str(given) != str(value):

@@ -242,8 +242,9 @@ class JointSearch:
                 places=places,
             )
         return ConfigError(
-            f"each rank is to have {shown(chunks)} stages (chunks), and with weights {weights} it has one",
-            hint="leave out --chunks or --weights",
+            f"each rank is to have {shown(chunks)} stages (chunks); with weights {weights} only schedules "
+            "of one are tried",
+            hint="leave out --chunks or --weights, or name a schedule: --schedule interleaved_1f1b",
         )
 
     @property
