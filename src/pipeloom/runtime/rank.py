@@ -286,7 +286,7 @@ class Rank:
         row = self._row(self.running, microbatches, incoming)
         self._microbatches, self._training, self._losses = microbatches, training, {}
         self.outputs.clear()
-        self.reduce_and_step.update = update
+        self.reduce_and_step.update, self.reduce_and_step.variants = update, row.variants
         with torch.no_grad(), out_of_memory_told(self.ledger, lambda: self.watch.status):
             self.channel.begin(row.incoming, row.receives)
             for work in row.works:
@@ -356,7 +356,7 @@ class Rank:
         variants = [microbatch.variant for microbatch in microbatches]
         row = self._rows.get(id(program))
         if row is None or row.variants != variants:
-            self.reduce_and_step.attend(variants, program.placement)
+            self.reduce_and_step.attend(variants[0].stages, program.placement)
             if incoming is None:
                 incoming = [
                     send

@@ -85,6 +85,7 @@ class ReduceAndStep:
     updating: whether the optimizer may have updated some parameters and not others; whoever calls the rank
         sets it back once the call is over.
     pending: sums that run beside the step.
+    variants: the stages of the micro-batches that run.
     """
 
     def __init__(self, rank: Rank, clip_norm: float | None, after_step: Callable[[], None]) -> None:
@@ -93,26 +94,17 @@ class ReduceAndStep:
         self.update = True
         self.updating = False
         self.pending: _PendingUpdate | None = None
+        self.variants: Sequence[Variant] = ()
         self._rank = rank
         self._after_step = after_step
         self._shared: list[Reduction] = []
         self._last_stage = -1
-        self._decides = False
-        self._same_everywhere: set[str] = set()
         self._unused: set[str] = set()
         self._counts: list[tuple[list[str], Tensor]] = []
 
-    def attend(self, variants: Sequence[Variant], placement: Sequence[int]) -> None:
-        """A program is going to run, on micro-batches whose stages are these. What is summed does not depend
-        on their sizes."""
-        rank, stages = self._rank, variants[0].stages
-        self._decides = any(variant.decides for variant in variants)
-        alike = len({id(variant) for variant in variants}) == 1
-        self._same_everywhere = {
-            name
-            for name, readers in stages.tied.items()
-            if alike and len(set(map(stages.origin, readers))) == 1
-        }
+    def attend(self, stages: StageGraph, placement: Sequence[int]) -> None:
+        """A program is going to run. What is summed does not depend on the size of micro-batches."""
+        rank = self._rank
         self._shared = shared_by(stages, placement, rank.rank, rank.weights.shares)
         self._last_stage = max((s for s, home in enumerate(placement) if home == rank.rank), default=-1)
 
@@ -139,14 +131,22 @@ class ReduceAndStep:
         with self._rank.recorder.record("recv", work.text):
             self._wait(self._begin(weights.grads, channel))
 
+    @property
+    def _decides(self) -> bool:
+        return any(variant.decides for variant in self.variants)
+
     def _begin(self, gradients: Gradients, channel: Channel) -> list[PendingSum]:
         """Begin the sums, and find which are of gradients that no rank has: the optimizer leaves those
         parameters as they are, which is not what it does for a gradient of zeros.
 
         Replicas of a stage have the same ones, unless data decide: then it is counted which ranks have them.
         """
-        unused = [name for name in self._same_everywhere & gradients.sums.keys() - gradients.touched]
-        self._unused, self._counts, counting = set(unused), [], []
+        shared = {name for part in self._shared for name in part.names if name in gradients.sums}
+        self._unused, self._counts, counting = set(), [], []
+        if (missing := shared - gradients.touched) and len({id(each) for each in self.variants}) == 1:
+            stages = self.variants[0].stages
+            readers = {name: stages.tied.get(name, ()) for name in missing}
+            self._unused = {name for name in missing if len(set(map(stages.origin, readers[name]))) == 1}
         for part in self._shared if self._decides else ():
             if names := [name for name in part.names if name in gradients.sums]:
                 has = [float(name in gradients.touched) for name in names]
