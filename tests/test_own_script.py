@@ -375,6 +375,43 @@ def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:
         assert torch.equal(written["some"], torch.ones(6)) and torch.equal(written["all"], torch.ones(16))
 
 
+def test_a_buffer_of_several_modules_has_all_its_names(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.linear = nn.BatchNorm1d(8), nn.Identity(), nn.Linear(8, 8)
+            self.last = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.linear(self.first(x)))
+
+    model, example = Twice(), {"x": torch.randn(4, 8)}
+    how = {"loss": lambda output, batch: output.square().mean(), "microbatches": 2, "compare": False}
+    with pipeloom.Pipeline(model, example=example, **how) as pipe:
+        assert pipe.state_dict().keys() == model.state_dict().keys()
+        written = load_file(pipe.export(tmp_path / "model.safetensors"))
+        assert written.keys() < model.state_dict().keys()
+
+
+def test_rates_that_are_tensors_are_saved(tmp_path: Path) -> None:
+    def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(1e-3))
+
+    how = {"optimizer": adamw, "scheduler": falling, "microbatches": 2, "compare": False}
+    rates = []
+    for resumes in (False, True):
+        with pipeloom.Pipeline(NET, example=named(), loss=of_named, **how) as pipe:
+            if resumes:
+                pipe.load(tmp_path)
+            pipe.step(named())
+            pipe.save(tmp_path)
+            rates.append(float(pipe.lr))
+    assert rates == pytest.approx([5e-4, 2.5e-4])
+
+
 @pytest.mark.parametrize(("given", "rows", "count"), [({}, 7, 6), ({}, 9, 8), ({"microbatch_size": 3}, 9, 4)])
 def test_replicas_share_micro_batches_evenly(given: dict[str, int], rows: int, count: int) -> None:
     asked = pipeline_settings(Options(), {"replicas": 2, **given})

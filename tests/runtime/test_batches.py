@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import nets
@@ -118,6 +119,41 @@ def test_what_one_rank_refuses_none_begins() -> None:
         assert first[at].startswith("rank 0 has a batch ") and second[at].startswith("rank 1 has a batch ")
     assert "no token" in first[4] and second[4] == f"{first[4]} (rank 0)"
     assert "another graph" in second[5] and first[5] == f"{second[5]} (rank 1)"
+
+
+def test_a_run_that_goes_on_checks_its_first_batch_too(tmp_path: Path) -> None:
+    """Shuffles of ranks went apart after `load`, without a word."""
+    job = nets.job("skips")
+    plan = even_plan(job, 2, microbatches=2)
+
+    def saves(pipeline: Pipeline) -> None:
+        pipeline.step(job.batch(0, 4))
+        pipeline.save(tmp_path)
+
+    def goes_on(pipeline: Pipeline) -> str:
+        pipeline.load(tmp_path)
+        with pytest.raises(BatchError, match="has a batch"):
+            pipeline.step(job.batch(pipeline.rank, 4))
+        return f"{pipeline.step(job.batch(1, 4)):.3f}"
+
+    each_rank(job, plan, saves, compare=False)
+    assert len(set(each_rank(job, plan, goes_on, compare=False))) == 1
+
+
+def test_one_cycle_ends_at_the_same_batch_on_all_ranks() -> None:
+    """Without a flush ranks have made different numbers of updates by then."""
+    job = job_of()
+    batches = [job.batch(seed, 4) for seed in range(7)]
+
+    def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=4)
+
+    def ends(pipeline: Pipeline) -> int:
+        with pytest.raises(PipeloomError, match="OneCycleLR"):
+            list(pipeline.steps(batches))
+        return pipeline.steps_done
+
+    assert each_rank(job, steady_plan(job, 2, 2), ends, scheduler=cycle, compare=False) == [4, 4]
 
 
 @pytest.mark.parametrize("sizes", [(12, 12), (8, 3)], ids=str)

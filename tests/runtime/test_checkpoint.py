@@ -304,6 +304,7 @@ def test_numbers_of_every_kind_and_layout_come_back(tmp_path: Path) -> None:
     filled = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     checkpoint.load(tmp_path, TrainState(parameters={}, buffers=filled))
     assert all(torch.equal(tensor, filled[name]) for name, tensor in tensors.items())
+    assert "complex128" in refused(checkpoint.export_safetensors, tmp_path, tmp_path / "model.safetensors")
 
 
 def part(rank: int, width: int = 4) -> TrainState:

@@ -154,6 +154,18 @@ class Holds:
             part.step()
 
 
+class Counts(Holds):
+    """Checkpoints do not have its count, which a rehearsal moved."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.taken = 0
+
+    def step(self) -> None:
+        self.taken += 1
+        super().step()
+
+
 class Slow(torch.optim.Optimizer):
     """Steps another optimizer, and keeps a copy of each parameter besides."""
 
@@ -256,6 +268,7 @@ def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
         (lambda params: Holds(SlowList(params)), "SlowList"),
         (lambda params: Holds(), "Holds"),
         (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
+        (lambda params: Counts(torch.optim.SGD(params, lr=1.0)), "taken"),
         (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),
         (lambda params: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), "given"),
     ],
