@@ -65,6 +65,17 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(
         assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
 
 
+@pytest.mark.slow
+def test_where_only_schedules_that_offload_fit_one_of_them_is_found() -> None:
+    graph, profile, cluster = random_case(143)
+    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+    assert free is not None
+    tight = with_memory(cluster, int(0.7 * max(free.peaks)))
+    named, made = (planned(graph, profile, tight, "auto", name) for name in ("po_f", None))
+    assert made is not None and any("OFFLOAD" in row for row in made.schedule_rows)
+    assert step_s(made) <= step_s(named) * (1 + 1e-9)
+
+
 LACKING = {5: "with 0.8 of the memory the order search finds a step of 312.0, with 0.95 only one of 313.3"}
 
 

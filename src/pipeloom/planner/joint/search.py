@@ -420,9 +420,11 @@ class JointSearch:
     def _search(self) -> None:
         options = self.request.options
         if options.fastest and not self.hopeless:
-            self._begin()
+            self._begin(self.names)
         if self.best is None:
             self._make_room()
+        if self.best is None and options.fastest and not self.hopeless and self.places <= SMALL:
+            self._begin(self.copying)
         if not options.fastest:
             return
         if self.best is not None or self._nearly_fits():
@@ -441,11 +443,11 @@ class JointSearch:
                 self.record.note(self.record.passed_over, other.point.request.schedule, other.step_s)
         return taken
 
-    def _begin(self) -> None:
+    def _begin(self, names: Sequence[str]) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
         starts: list[tuple[float, Point]] = []
         inline: list[tuple[str, Point]] = []
-        for name in self.names:
+        for name in names:
             try:
                 request = self.way(name)
                 search = request.search()
