@@ -684,7 +684,11 @@ def _step_all(schedulers: list[LRScheduler]) -> None:
 
 def _in_numbers(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a scheduler of an optimizer whose rates are tensors."""
-    numbers: dict[str, Any] = tree_map(lambda v: v.item() if isinstance(v, Tensor) else v, state)
+
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    numbers: dict[str, Any] = tree_map(number, state)
     return numbers
 
 
