@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 from ..ir.costs import StageCost
@@ -37,6 +38,9 @@ ORDER_OF = "order_of"
 LARGEST = 4000
 """Actions of a step from which on no order is searched for, as that would take longer than a minute."""
 
+TIGHT = 2
+"""How many times as much as a plan's own order holds, one of little room may."""
+
 QUICK = ("priorities", "clock", "rows")
 """Engines of the search that take little time."""
 
@@ -44,7 +48,13 @@ FASTER = 1 - 1e-6
 
 
 def with_searched_order(
-    plan: Plan, costs: PlanCosts, *, below_s: float = inf, effort: float = 0.5, library: bool = True
+    plan: Plan,
+    costs: PlanCosts,
+    *,
+    below_s: float = inf,
+    effort: float = 0.5,
+    library: bool = True,
+    tight: bool = False,
 ) -> Plan | None:
     """The plan in the fastest order that is found; None if none is faster.
 
@@ -52,7 +62,8 @@ def with_searched_order(
     whose step has more than `LARGEST` actions.
     below_s: seconds of a step that it has to be faster than, too.
     effort: of the search, see `SearchOptions`. The same for the same plan.  library: whether its schedules
-    are built within the ranks' limits, too, which takes time.
+    are built within the ranks' limits, too, which takes time.  tight: whether orders that hold less than the
+    ranks may are searched for, too: the search is greedy, and may find then what it passes over.
     """
     if not _may_be_searched(plan):
         return None
@@ -60,7 +71,7 @@ def with_searched_order(
     options = search.SearchOptions(effort=effort, engines=engines, sizes=False)
     stages = plan.stage_graph(costs.graph)
     best: Plan | None = None
-    for problem in _problems(plan, stages, costs):
+    for problem in _problems(plan, stages, costs, tight=tight):
         most_s = min(below_s, (best or plan).predicted_step_s) * FASTER
         if lower_bound(problem).seconds >= most_s:
             continue
@@ -82,14 +93,15 @@ def _may_be_searched(plan: Plan) -> bool:
     return WEIGHT_POLICIES[plan.weights].flushes and plan.replicas == 1 and small and not copies
 
 
-def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts) -> Iterator[SearchProblem]:
+def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts, *, tight: bool) -> Iterator[SearchProblem]:
     """What the search is asked: with backwards as a whole, and split in I and W."""
     each = costs.stages(plan)
     flow = flow_of(stages)
     seconds = message_seconds(stages, plan.placement, costs.cluster)
     edges = {(a, b): seconds(a, b) for b, before in enumerate(flow.reads_from) for a in before}
-    limits = residual_limits(plan, costs.simulate(plan))
-    for split in (False, True):
+    most = residual_limits(plan, timeline := costs.simulate(plan))
+    less = tuple(min(limit, TIGHT * held) for limit, held in zip(most, timeline.residual_peaks, strict=False))
+    for limits, split in product(dict.fromkeys((most, less) if tight else (most,)), (False, True)):
         yield SearchProblem(
             stages=tuple(
                 _search_stage(cost, s, sorted(flow.reads_from[s]), plan.placement[s], split=split)

@@ -195,6 +195,7 @@ class JointSearch:
         self.pressed = False
         """Whether caps have cost anything: something was freed, or passed them."""
         self.places = len(Readers(request.graph).cut_points) - 1
+        self.tiny = self.places <= TINY
         self.record.bound_s = bound_s(self.request, self.names)
 
     # --- what there is to choose from -----------------------------------------------------------------
@@ -385,7 +386,7 @@ class JointSearch:
             found = fit_caps(request, search, cuts)
             tries.append(found)
         best = min(tries, key=key_of)
-        if self.places <= TINY and not request.layout.in_line and request.orders_to_try:
+        if self.tiny and not request.layout.in_line and request.orders_to_try:
             in_a_row = replace(request, options=replace(request.options, branches=False))
             best = min(best, fit_caps(in_a_row, best.search, cuts), key=key_of)
         self.pressed = self.pressed or any(best.over) or any(map(bool, best.policy.stages))
@@ -447,6 +448,7 @@ class JointSearch:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
         starts: list[tuple[float, Point]] = []
         inline: list[tuple[str, Point]] = []
+        asked = ""
         for name in names:
             try:
                 request = self.way(name)
@@ -461,7 +463,7 @@ class JointSearch:
                 continue
             layout = request.layout
             if layout.in_line and not inline:
-                inline = list(self.seeds(request, self.record))
+                inline, asked = list(self.seeds(request, self.record)), name
                 level = self.level_cuts(ClosedForm(estimate.cuts))[:1]
                 begin = [*inline, *((LEVEL, Point(request, search, cuts)) for cuts in level)]
                 for planner, point in sorted(begin, key=lambda seed: self._closely(seed[1])):
@@ -483,7 +485,7 @@ class JointSearch:
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             layout = point.request.layout
-            if self.places > TINY and number >= FEW and seen[layout] >= EACH and seconds > limit:
+            if not self.tiny and number >= FEW and seen[layout] >= EACH and seconds > limit:
                 self.record.died["short step"] += 1
                 continue
             judged = self.judge(point, "schedules")
@@ -492,7 +494,8 @@ class JointSearch:
                 reordered.add(layout)
                 for other in self.cuts_in_branch_orders(point):
                     self.judge(other, "branches")
-            if (self.alone or self.places <= TINY) and not layout.in_line and not self._near(CLOSEST):
+            several = self.alone and not layout.in_line
+            if (several or self.tiny) and point.request.schedule != asked and not self._near(CLOSEST):
                 for planner, found in self.seeds(point.request, self.record):
                     self.judge(found, planner)
 
@@ -550,12 +553,14 @@ class JointSearch:
             self.record.note(self.record.planners, planner, "its cut exceeds the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
-        """The best few, of different ways, and of a small model the best of each layout; and the closest of
-        those that pass caps, if they are faster."""
+        """The best few, of different ways, of a tiny model all that are close and the best of each layout;
+        and the closest of those that pass caps, if they are faster."""
         ranked = sorted(self.best_of.values(), key=lambda judged: judged.key)
         best_s = inf if self.best is None else self.best.step_s
-        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)][:LINES]
-        if self.places <= TINY:
+        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)]
+        if not self.tiny:
+            near = near[:LINES]
+        else:
             first = {judged.point.request.layout: judged for judged in reversed(ranked) if judged.fits}
             near += [judged for judged in first.values() if judged not in near]
             best_s *= 1 + CLOSE
@@ -589,15 +594,20 @@ class JointSearch:
         request = self.request
         costs = PlanCosts(request.graph, request.profile, request.cluster, request.options.sharing)
         large = self.places * len(self.request.cluster.devices) > SMALL
-        for judged in [line for line in self.lines() if line.fits][:ORDERS]:
+        for judged in [line for line in self.lines() if line.fits][: None if self.tiny else ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
-            if self.places > TINY and judged.step_s > below_s * (1 + WORTH):
+            if not self.tiny and judged.step_s > below_s * (1 + WORTH):
                 continue
             self.record.tried["order"] += 1
             plan = with_searched_order(
-                plan_of(judged), costs, below_s=below_s, effort=EFFORT, library=judged is self.best and large
+                plan_of(judged),
+                costs,
+                below_s=below_s,
+                effort=EFFORT,
+                library=judged is self.best and large,
+                tight=self.tiny,
             )
             if plan is not None:
                 self.ordered.append(plan)
