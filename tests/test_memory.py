@@ -3,19 +3,23 @@ which knows no torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import nets
 import pytest
 from every_schedule import gpt_job, plan_of
 from ledgers import compare, sends_are_through_at_once
-from runs import each_rank, even_plan
+from runs import each_rank, even_plan, treated_plan
 from small import alike, built, simulated
 
 from pipeloom import Pipeline
 from pipeloom.ir.action import STEP
 from pipeloom.ir.costs import equal_costs
 from pipeloom.runtime.ledger import Ledger
+from pipeloom.runtime.open_tier import TIERS
+from pipeloom.runtime.tier import Copy, layouts_of
+from pipeloom.tracer.stage.functions import Tensors
 
 TIGHT = 0.03
 
@@ -68,6 +72,57 @@ def test_residuals_may_be_highest_when_the_rest_is_not() -> None:
     for kind, size in (("residuals", 30), ("residuals", 10), ("transient", 90)):
         ledger.set(kind, size)
     assert (ledger.peak, ledger.at_peak["residuals"], ledger.residual_peak) == (100, 10, 30)
+
+
+@dataclass(eq=False, kw_only=True)
+class HeldCopy(Copy):
+    """Leaves when it is waited for, or right after another has taken memory to come back."""
+
+    tier: HeldTier
+    held: Tensors
+    left: bool = False
+
+    def gone(self) -> bool:
+        return self.left
+
+    def leave(self, check: Callable[[], None]) -> None:
+        self.left = True
+
+    def reload(self) -> None:
+        self.left = True
+        if (ledger := self.tier.ledger) is not None and any(not copy.left for copy in self.tier.copies):
+            self.tier.on_device = ledger.levels["residuals"] + self.bytes
+            ledger.residual_peak = 0
+        for copy in self.tier.copies:
+            copy.left = True
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        return self.held
+
+    def discard(self) -> None: ...
+
+
+class HeldTier:
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.copies: list[HeldCopy] = []
+        self.on_device = 0
+        self.ledger: Ledger | None = None
+
+    def offload(self, action: str, residuals: Tensors) -> Copy:
+        self.copies.append(HeldCopy(action=action, layouts=layouts_of(residuals), tier=self, held=residuals))
+        return self.copies[-1]
+
+    def close(self) -> None: ...
+
+
+def test_what_comes_back_is_counted_before_what_has_left_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, job = HeldTier(), nets.job("skips")
+    monkeypatch.setitem(TIERS, "cpu", lambda *_: tier)
+    with Pipeline(job, treated_plan(job, even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")) as pipeline:
+        tier.ledger = pipeline.ledger
+        pipeline.step(job.batch(0, 8))
+        assert pipeline.ledger.residual_peak >= tier.on_device > 0
 
 
 @pytest.mark.sampled(1)

@@ -584,10 +584,10 @@ class Rank:
         kept = self.kept[work.key]
         if kept.copy is not None:
             kept.copy.reload()
-            self._count_copies()
             kept.copy.reload_action = work.text
             if kept.copy.off_device:
                 self._count_residuals(work.text, kept, kept.copy.bytes)
+            self._count_copies()  # those that have left since the memory for this one was taken
 
     def _take_back(self, kept: Kept) -> None:
         """Wait for what a micro-batch has on the tier: what comes next reads it."""
