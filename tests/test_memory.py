@@ -119,7 +119,9 @@ class HeldTier:
 def test_what_comes_back_is_counted_before_what_has_left_since(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, job = HeldTier(), nets.job("skips")
     monkeypatch.setitem(TIERS, "cpu", lambda *_: tier)
-    with Pipeline(job, treated_plan(job, even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")) as pipeline:
+    with Pipeline(
+        job, treated_plan(job, even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")
+    ) as pipeline:
         tier.ledger = pipeline.ledger
         pipeline.step(job.batch(0, 8))
         assert pipeline.ledger.residual_peak >= tier.on_device > 0
