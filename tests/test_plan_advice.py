@@ -141,6 +141,14 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
     assert max(plan(SEEN, ranks=most, **how).placement) + 1 == most
 
 
+def test_who_has_too_many_stages_per_rank_is_told_how_many_there_may_be() -> None:
+    how = {"cluster": "10 x cpu", "captured": capture_of(SEEN), "schedule": "interleaved_1f1b", **FEW}
+    with pytest.raises(PlanError, match="share an updated buffer") as caught:
+        plan(SEEN, ranks=5, chunks=7, **how)
+    assert "--chunks 6" in str(caught.value.hint)
+    assert len(plan(SEEN, ranks=5, chunks=6, **how | {"microbatches": 5}).stages) == 30
+
+
 def test_no_more_are_advised_than_there_are_devices() -> None:
     with pytest.raises(PlanError, match="55 ops") as caught:
         plan(SEEN, ranks=60, cluster="3 x cpu", captured=capture_of(SEEN), **FEW)

@@ -228,12 +228,13 @@ def _plan(
                 why_not = f"its ranks ended with exit status {measured}"
             else:
                 rehearsed_s = measured.rehearsed_s
+    timed = request.local if profiled is None else profiled.source == "measured"
     report = reported(
         plan,
         plan_rows(plan, planned.graph, request.cluster),
         changes,
         proof=proof,
-        times="profile" if request.local or profiled is not None else "roofline",
+        times="profile" if timed else "roofline",
         rehearsed_s=rehearsed_s,
         not_rehearsed=why_not,
     )
@@ -377,7 +378,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     """Choose width, depth and micro-batches. Raises: ConfigError for options that do not fit."""
     for name in CHOSEN:
         exclusive("ranks", name, hint="leave out one: --ranks auto decides it, or does not take it")
-    for name in ("planner", "granularity"):
+    for name in ("planner", "granularity", "delay_correction", "master_weights"):
         exclusive("closed_form", name, hint="leave out one: formulas take equal parts of repeated layers")
     if closed_form and output is not None:
         raise ConfigError(

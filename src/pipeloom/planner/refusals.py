@@ -19,6 +19,7 @@ from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
 from ..ir.text import format_bytes
 from ..schedules import registry
+from ..schedules.language.names import CHUNKS, parse_name
 from .placement import stages_for
 from .search.cut_search import Search
 from .stage_cost.tensors import Readers
@@ -62,6 +63,9 @@ def too_many_stages(why: str, places: int, schedule: str, ranks: int, cluster: C
         most = min(places, len(cluster.devices))
         hint = f"use at most {most} {'stages' if most > 1 else 'stage'}"
         return TooManyStages(why, hint=hint, places=places)
+    if (chunks := places // ranks) > 1 and parse_name(schedule).options.get(CHUNKS, 0) > chunks:
+        hint = f"use at most {chunks} stages per rank (--chunks {chunks})"
+        return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)
     most = min(ranks - 1, places, len(cluster.devices))
     fewer = next((n for n in range(most, 0, -1) if stages_for(schedule, n) <= places), None)
     ranks_word = "ranks" if fewer and fewer > 1 else "rank"

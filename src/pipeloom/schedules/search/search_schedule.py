@@ -163,6 +163,8 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
         )
     if count < most:
         raise ConfigError(f"{what} uses rank {most - 1} of {count} ranks", hint=f"use -p {most}")
+    if ranks > most and all(stage.ranks for stage in stages):
+        raise ConfigError(f"{what} names {most} ranks, -p says {ranks}", hint="leave out -p")
     return StagesToSchedule(
         stages=stages,
         ranks=count,
