@@ -296,9 +296,16 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
 
 def _listed(shape: Shape, recipe: Recipe) -> Rows | None:
     rows = recipe.rows
-    if rows is None:
-        return None
-    listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
+    if not callable(rows):
+        return None if rows is None else _checked(shape, rows)
+    key = ("listed", rows)  # recipes that differ in limits and timing share it
+    if key not in shape.memo:
+        shape.memo[key] = _checked(shape, [rows(r) for r in range(shape.ranks)])
+    listed: Rows = shape.memo[key]
+    return listed
+
+
+def _checked(shape: Shape, listed: Any) -> Rows:
     if len(listed) != shape.ranks:
         raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
     if isinstance(listed, Rows):
