@@ -194,18 +194,13 @@ class CutTimes:
         #     stages      0 | 1  |   2   |  3           from 3 to 1: the cuts 2 and 3 move up
         #              -> 0 | 1    |   2   |  3         1 is longer, 3 shorter, 2 as long as before
         #
-        nearest = {
-            side: [
-                nearest_places(middle, middle[places] + side * share * middle[-1] / self.stages)
-                for share in SHARES
-            ]
-            for side in (1, -1)
-        }
+        away = np.multiply.outer((1, -1), SHARES)[:, :, None]
+        up, down = nearest_places(middle, middle[places] + away * middle[-1] / self.stages)
         for giver in giving.tolist():
-            for side, takers in ((1, taking[taking < giver]), (-1, taking[taking > giver])):
+            for to, takers in ((up, taking[taking < giver]), (down, taking[taking > giver])):
                 first, last = (np.minimum(takers, giver), np.maximum(takers, giver))
                 between = (cuts > first[:, None]) & (cuts <= last[:, None])
-                found += [np.where(between, to, places) for to in nearest[side]]
+                found.append(np.where(between, to[:, None], places).reshape(-1, len(cuts)))
         moved = np.concatenate(found)
         moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
         return np.asarray(moved, dtype=np.int64)

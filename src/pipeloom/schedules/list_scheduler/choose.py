@@ -22,7 +22,7 @@ from ...simulator.simulate import time_actions
 from ..language.recipe import Recipe
 from ..language.shape import Shape
 from .engine import ScheduledRecipe, run
-from .tables import EPS, tables_of
+from .tables import EPS, RecipeTables, tables_of
 
 
 def row_times(columns: Columns, shape: Shape) -> tuple[Floats, Floats]:
@@ -57,13 +57,12 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 
     Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
     """
-    scheduled = _make(shape, recipe, inf)
+    scheduled = _make(shape, tables_of(shape, recipe), inf)
     assert scheduled is not None
     return scheduled
 
 
-def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
-    problem = tables_of(shape, recipe)
+def _make(shape: Shape, problem: RecipeTables, within_s: float) -> ScheduledRecipe | None:
     scheduled = run(problem, within_s)
     if scheduled is None or not problem.beside:
         return scheduled
@@ -111,13 +110,15 @@ def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Sc
     recipe raised, if none works."""
     scheduled: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
+    tables: RecipeTables | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
         steps = sorted(one.step_s for one, _ in scheduled)
         enough = len(steps) >= most and _by_step(shape)
         within_s = steps[most - 1] * (1 + _slack(shape)) if enough else inf
         try:
-            one = _make(shape, recipe, within_s)
+            tables = tables_of(shape, recipe, like=tables)
+            one = _make(shape, tables, within_s)
         except DeadlockError as error:
             problem = error
             continue

@@ -17,7 +17,7 @@ two micro-batches and the kinds F and B:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple, TypeVar
@@ -232,7 +232,10 @@ def as_lists(table: Table) -> Table:
     return type(table)(*(x.tolist() if isinstance(x, np.ndarray) else x for x in table))  # type: ignore[arg-type]
 
 
-def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
+def tables_of(shape: Shape, recipe: Recipe, like: RecipeTables | None = None) -> RecipeTables:
+    """like: those of another recipe for the shape, which often differs in a few numbers only."""
+    if like is not None and all(getattr(recipe, key) is getattr(like.recipe, key) for key in _NOT_TIMING):
+        return replace(like, recipe=recipe, tables=like.tables._replace(**_timing(recipe)))
     if recipe.slices < 1 or shape.microbatches % recipe.slices:
         raise ScheduleError(
             f"{shape.microbatches} actions per stage for {recipe.slices} slices a micro-batch",
@@ -268,9 +271,9 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
         place, line_at, line = places.by_key(recipe.priority)
     memory, limit = _memory(shape, recipe, streams, beside)
     before, after = _around(shape, streams, beside)
-    overlap = recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap)
     tables = Tables(
         **streams.fixed,
+        **_timing(recipe),
         memory=memory,
         filler=filler,
         drains=np.array([kind in recipe.drain for kind in streams.kinds], np.bool_),
@@ -284,28 +287,30 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
         after=after,
         strict=listed is not None,
         safe=recipe.clock is not None,
-        level=recipe.level,
-        early=EARLY.index(recipe.early),
-        patience=float(recipe.patience),
-        overlap=(float(overlap[0]), float(overlap[1])),
     )
     return RecipeTables(
         shape=shape, recipe=recipe, streams=streams, tables=tables, listed=listed, beside=beside
     )
 
 
+_NOT_TIMING = {field.name for field in fields(Recipe)} - {"level", "early", "patience", "overlap"}
+
+
+def _timing(recipe: Recipe) -> dict[str, Any]:
+    overlap = recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap)
+    return {
+        "level": recipe.level,
+        "early": EARLY.index(recipe.early),
+        "patience": float(recipe.patience),
+        "overlap": (float(overlap[0]), float(overlap[1])),
+    }
+
+
 def _listed(shape: Shape, recipe: Recipe) -> Rows | None:
     rows = recipe.rows
-    if not callable(rows):
-        return None if rows is None else _checked(shape, rows)
-    key = ("listed", rows)  # recipes that differ in limits and timing share it
-    if key not in shape.memo:
-        shape.memo[key] = _checked(shape, [rows(r) for r in range(shape.ranks)])
-    listed: Rows = shape.memo[key]
-    return listed
-
-
-def _checked(shape: Shape, listed: Any) -> Rows:
+    if rows is None:
+        return None
+    listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
     if len(listed) != shape.ranks:
         raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
     if isinstance(listed, Rows):
