@@ -124,6 +124,21 @@ def test_state_keeps_a_dtype_that_is_not_its_parameters(tmp_path: Path) -> None:
     assert fresh.state[model[0].weight]["steps"].dtype == torch.int64
 
 
+def test_state_may_be_nested(tmp_path: Path) -> None:
+    """As SOAP keeps a list of matrices, one for each dimension of a parameter, and [] for a long one."""
+    model = make_model().bfloat16()
+    optimizer = momentum(model)
+    optimizer.state[model[0].weight]["bases"] = [torch.full((4, 4), 1 + 2**-20), []]
+    optimizer.state[model[0].weight]["seen"] = ({"steps": 3, "mean": torch.ones(2)}, None)
+    save(tmp_path, state_of(model, optimizer))
+    fresh = momentum(model)
+    checkpoint.load(tmp_path, state_of(model, fresh))
+    bases, (seen, none) = (fresh.state[model[0].weight][key] for key in ("bases", "seen"))
+    assert torch.equal(bases[0], torch.full((4, 4), 1 + 2**-20)) and bases[1:] == [[]] and none is None
+    assert seen["steps"] == 3 and torch.equal(seen["mean"], torch.ones(2))
+    assert fresh.state[model[0].weight].keys() == {"bases", "seen"}
+
+
 def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
     model = make_model()
     for step in (1, 2, 10, 3):
@@ -283,7 +298,7 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
     model = make_model()
     assert "extra cannot" in refused(save, tmp_path, state_of(model), seed=torch.zeros(1))
     optimizer = adamw(model)
-    optimizer.state[model[0].weight]["history"] = [torch.zeros(1)]
+    optimizer.state[model[0].weight]["history"] = [torch.zeros(1), object()]
     assert "'history' of 0.weight" in refused(save, tmp_path, state_of(model, optimizer))
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2, 3))])
     assert "[2, 3]" in refused(save, tmp_path, state_of(model, stranger))
@@ -327,7 +342,7 @@ def test_the_trouble_of_one_rank_is_everybodys_error(tmp_path: Path) -> None:
                 refused(load, four, part(index, width=5 if index else 4)),
                 refused(load, two if index else four, mine),
             ]
-            mine.optimizers[0].state[mine.parameters["tied"]]["history"] = [] if index else 7
+            mine.optimizers[0].state[mine.parameters["tied"]]["history"] = object() if index else 7
             save = partial(checkpoint.save, step=5, extra={}, channel=channel)
             said.append(refused(save, four, mine))
             if index == 0:

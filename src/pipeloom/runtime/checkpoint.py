@@ -29,6 +29,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from ..ir.errors import CheckpointError, of_type, shown
 from ..ir.graph import PartRows
@@ -511,13 +519,20 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[state.stored(name, f"optimizer.{own}.{key}", value)] = value.detach()
-                elif isinstance(value, _PLAIN):
-                    values.setdefault(own, {})[key] = value
-                else:
+                    continue
+                leaves, shape = tree_flatten(value)
+                if odd := [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]:
                     raise CheckpointError(
-                        f"optimizer state {key!r} of {own} is {of_type(value)}",
-                        hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
+                        f"optimizer state {key!r} of {own} has {of_type(odd[0])}",
+                        hint="checkpoints hold optimizer state that is tensors, numbers, strings or None, "
+                        "or lists, tuples and dicts of these",
                     )
+                for at, leaf in enumerate(leaves):
+                    if isinstance(leaf, Tensor):
+                        tensors[state.stored(name, f"optimizer.{own}.{key}.{at}", leaf)] = leaf.detach()
+                plain_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                nested = {"shape": treespec_dumps(shape), "leaves": plain_leaves}
+                values.setdefault(own, {})[key] = value if isinstance(value, _PLAIN) else nested
     return tensors, Index(
         schema=SCHEMA,
         step=step,
@@ -569,7 +584,12 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
                 own, rows = state.own_name(name), state.rows.get(name)
                 prefix = f"optimizer.{own}."
                 loaded_state = {key: saved.read(prefix + key, own, rows) for key in saved.names(prefix, own)}
-                if loaded_state := loaded_state | dict(index.values.get(own, {})):
+                for key, value in index.values.get(own, {}).items():
+                    if isinstance(value, dict):
+                        leaves = [loaded_state.pop(f"{key}.{at}", v) for at, v in enumerate(value["leaves"])]
+                        value = tree_unflatten(leaves, treespec_loads(value["shape"]))
+                    loaded_state[key] = value
+                if loaded_state:
                     restored[number] = loaded_state
                     states.append((state.parameters[name], loaded_state))
         groups = optimizer.param_groups
@@ -590,10 +610,14 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
 
 def _undo_casts(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """PyTorch gives the state of a floating-point parameter that parameter's dtype when it is loaded."""
+
+    def undone(value: Any, loaded: Any) -> Any:
+        both = isinstance(value, Tensor) and isinstance(loaded, Tensor)
+        return value.to(loaded.device) if both and loaded.dtype != value.dtype else loaded
+
     for key, value in saved.items():
-        loaded = state.get(key)
-        if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-            state[key] = value.to(loaded.device)
+        if key in state and tree_structure(state[key]) == tree_structure(value):
+            state[key] = tree_map(undone, value, state[key])
 
 
 def _dtype_name(tensor: Tensor) -> str:

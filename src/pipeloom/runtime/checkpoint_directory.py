@@ -54,7 +54,8 @@ class Index:
 
     model: FQN -> (shape, dtype) of each parameter and buffer.  aliases: other name of a tied
     parameter -> the name it is stored under.  optimizers: FQN -> class of its optimizer.
-    groups: FQN -> its hyper-parameters.  values: FQN -> optimizer state that is not a tensor.
+    groups: FQN -> its hyper-parameters.  values: FQN -> optimizer state that is not a tensor;
+        of lists, tuples and dicts their shape as torch's pytree writes it, and leaves that are no tensors.
     extra: what the caller added.  files: name -> (bytes, CRC-32).  tensors: key -> the file that has it.
     complex: keys of complex numbers that are stored as pairs, as safetensors has no such dtype.
     parts: FQN of a parameter that is stored in parts -> the rows of each. The part of a tensor with the key
