@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nets
 import pytest
-from commands import bad
+from commands import bad, good
 from plain_net import two_linears
 
 from pipeloom import (
@@ -128,3 +128,35 @@ def test_a_plan_is_there_before_what_if_is_asked(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(PlanRequest, "changes", interrupted)
     bad(130, "plan", "mine.py:job", "--cluster", "2 x a100-40", "-o", "plan.json")
     assert (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("profile", "mine.py:job", "--cluster", "2 x a100-40", "--save", "mine.py"),
+        ("simulate", "plan.json", "mine.py:job", "--html", "plan.json"),
+        ("simulate", "plan.json", "mine.py:job", "--html", "new", "--trace", "./new"),
+        ("schedule", "check", "rows.txt", "--html", "rows.txt"),
+    ],
+)
+def test_no_command_writes_over_what_it_reads(folder: Path, words: tuple[str, ...]) -> None:
+    for name in ("plan.json", "rows.txt"):
+        (folder / name).write_text("0F0 0B0\n")
+    before = {file: file.read_text() for file in folder.iterdir() if file.is_file()}
+    assert "written over" in bad(2, *words)
+    assert {file: file.read_text() for file in folder.iterdir() if file.is_file()} == before
+
+
+def test_files_may_begin_with_a_mark_and_operations_are_python(folder: Path) -> None:
+    (folder / "rows.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert "2 actions" in good("schedule", "check", "rows.csv")
+    assert "Python" in bad(2, "schedule", "check", "rows.csv", "--operations", "cluster.toml")
+    (folder / "stages.toml").write_text(f"[[stage]]\nF = 1{'0' * 400}\nB = 2\nranks = 0\n")
+    assert "1e+30" in bad(2, "schedule", "search", "stages.toml")
+
+
+def test_the_model_and_the_devices_of_a_simulation_are_asked_for(folder: Path) -> None:
+    good("plan", "mine.py:job", "--cluster", "2 x a100-40", "-o", "plan.json")
+    assert "MODEL" in bad(2, "simulate", "plan.json")
+    good("profile", "mine.py:job", "--cluster", "2 x a100-40", "--save", "profile.json")
+    assert "--cluster" in bad(2, "simulate", "plan.json", "mine.py:job", "--profile", "profile.json")

@@ -11,7 +11,7 @@ from commands import bad, figures, good
 
 import pipeloom
 from pipeloom.ir.plan import Plan
-from pipeloom.schedules.scenario import load_work
+from pipeloom.schedules.scenario import Scenario, load_work, simulate_schedule
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def test_residuals_pipelines_and_branches_of_a_plan_are_those_of_its_search(tmp_
     # A stage without residuals does not hide those of others.
     sizes = (MIB, 0)
     stages = [
-        replace(stage, memory=replace(stage.memory, residuals=size))
+        replace(stage, kept_bytes=0, memory=replace(stage.memory, residuals=size))
         for stage, size in zip(plan.stages, sizes, strict=True)
     ]
     replace(plan, stages=tuple(stages)).save(path)
@@ -47,6 +47,27 @@ def test_residuals_pipelines_and_branches_of_a_plan_are_those_of_its_search(tmp_
     assert len(figures(*search)["peaks"]) == 2
     replace(plan, notes={"branches.step_s": "1.0", "no_branches.step_s": "1.0"}).save(path)
     assert "no chain" in bad(2, *search)
+
+
+def test_times_of_a_plan_have_what_it_recomputes_and_sizes_what_it_offloads(tmp_path: Path) -> None:
+    plan = planned()
+    treated = (
+        replace(plan.stages[0], recompute_s=1.0),
+        replace(plan.stages[1], kept_bytes=MIB, offloaded_bytes=3 * MIB),
+    )
+    path = tmp_path / "plan.json"
+    replace(plan, stages=treated).save(path)
+    known = load_work(path)
+    assert known.input_grad_s == (1.0 + plan.stages[0].input_grad_s, plan.stages[1].input_grad_s)
+    assert known.residual_bytes[1] == 4 * MIB
+    assert figures("schedule", "search", "--times", path, "-m", "4")["step_s"] > 4.0
+
+
+def test_residuals_are_those_at_their_highest_though_messages_are_longer(tmp_path: Path) -> None:
+    planned().save(tmp_path / "plan.json")
+    scenario = Scenario(times=load_work(tmp_path / "plan.json"), transfer_s=0.001, per_node=1)
+    found = simulate_schedule("zb_h2", scenario)
+    assert found.peaks_bytes == found.timeline.residual_peaks
 
 
 def test_a_rank_is_busy_for_no_longer_than_a_step_that_does_not_drain(folder: Path) -> None:

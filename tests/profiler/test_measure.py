@@ -272,6 +272,20 @@ class Masked(nn.Module):
         return (self.head(h.tanh()) + e).square().mean()
 
 
+def test_ops_that_want_probabilities_are_measured() -> None:
+    class Likely(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            likely = self.layer(x).sigmoid()
+            return fn.binary_cross_entropy(likely, likely.detach()) + torch.bernoulli(likely).mean()
+
+    captured = capture(Job(model=Likely, batch=batches.normal(x=(6,))), 64)
+    assert measure(captured, batch=batches.normal(x=(6,))(0, 64), budget_s=0.01).costs
+
+
 def test_entries_that_an_op_does_not_read_are_not_saved_by_it() -> None:
     captured = planning.capture(Job(model=Masked, batch=batches.normal(x=(4,), mask=(4,))), 2)
     costs = planning.estimate(captured.graph, CLUSTER, captured=captured)["d"].costs

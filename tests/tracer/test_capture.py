@@ -20,7 +20,7 @@ from processes import output
 from runs import capture_of, even, plan_for
 from torch import Tensor, nn
 
-from pipeloom import Job
+from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import CaptureError, CutError
 from pipeloom.ir.graph import OpGraph, tensor_bytes
 from pipeloom.ir.stages import cut
@@ -135,6 +135,12 @@ def with_a_view() -> nn.Module:
     return model
 
 
+def with_views(inside: Callable[[Tensor], object]) -> nn.Module:
+    model = Stack()
+    model.views = inside(model.head.weight.detach())
+    return model
+
+
 def unrowed(seed: int, size: int) -> dict[str, Tensor]:
     return {"x": torch.tensor(1.0), "y": torch.zeros(size)}
 
@@ -160,11 +166,26 @@ def untensored(seed: int, size: int) -> dict[str, object]:
         ),
         (partial(shared, lambda t: (t[:8], t[7:15])), vectors, "same memory"),
         (with_a_view, vectors, "head.weight and first"),
+        (partial(with_views, lambda view: view), vectors, "head.weight and views"),
+        (partial(with_views, lambda view: {"rows": [view[:3]]}), vectors, "head.weight and views"),
     ],
 )
 def test_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Job(model=model, batch=batch), 2)
+
+
+def test_a_module_with_a_view_is_refused_before_its_copy_has_none() -> None:
+    with pytest.raises(CaptureError, match="head.weight and views"):
+        Pipeline(with_views(lambda view: [view]), example=vectors(0, 2))
+
+
+def test_weights_that_pytorch_makes_anew_may_be_views(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    nn.utils.spectral_norm(model.head)
+    model.eval()
+    capture(Job(model=lambda: copy.deepcopy(model), batch=vectors), 2)
+    assert "is in evaluation mode" in caplog.text
 
 
 def in_one_buffer() -> nn.Module:

@@ -57,7 +57,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises: ConfigError if it is missing, no TOML, or has a key or value that is not understood.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read cluster {path}: {error.strerror}", hint="check the path") from None
     except UnicodeDecodeError as error:

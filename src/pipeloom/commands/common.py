@@ -32,7 +32,34 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-FILE = click.Path(path_type=Path, dir_okay=False)
+
+def claim(path: Path, ctx: click.Context | None, *, written: bool) -> None:
+    """Refuse a command that would write a file which it also reads, or writes for something else.
+
+    Raises: ConfigError.
+    """
+    real = os.path.realpath(path)
+    if ctx is None or (os.path.exists(real) and not os.path.isfile(real)):  # /dev/null takes any number
+        return
+    claimed: dict[str, bool] = ctx.meta.setdefault("pipeloom.files", {})  # whether it is written
+    if claimed.get(real, False) or (written and real in claimed):
+        raise ConfigError(
+            f"{path} would be written over: it is named for something else, too", hint="name another file"
+        )
+    claimed[real] = written
+
+
+class ReadFile(click.Path):
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        claim(Path(value), ctx, written=False)
+        return path
+
+
+FILE = ReadFile()
 """A file to read."""
 
 MODEL_HELP = (
@@ -127,13 +154,20 @@ class NewFile(click.Path):
             raise ConfigError(
                 f"cannot write {path}: writing into {folder} is not allowed", hint="name another file"
             )
+        claim(path, ctx, written=True)
         return path
 
 
 NEW_FILE = NewFile()
 
 
-model_argument = click.argument("model", required=False)
+def _claim_source(ctx: click.Context, _: click.Parameter, model: str | None) -> str | None:
+    if model is not None and model.partition(":")[0].endswith(".py"):
+        claim(Path(model.partition(":")[0]), ctx, written=False)
+    return model
+
+
+model_argument = click.argument("model", required=False, callback=_claim_source)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 
@@ -228,6 +262,13 @@ def job_of(model: str | None) -> Job:
     from ..train.config import Config
 
     return workload.job_of(Config())
+
+
+def not_the_built_in(plan_file: Path) -> ConfigError:
+    return ConfigError(
+        f"{plan_file} is not of the built-in GPT, and MODEL was not given",
+        hint="name the model that it was made for, as file.py:function",
+    )
 
 
 def cluster_of(text: str | None) -> Cluster | None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import click
 
-from ..ir.errors import ConfigError
 from ..ir.text import write_whole
 from ..other_engines import ENGINES
-from .common import FILE, MODEL_HELP, NEW_FILE, OneOf, job_of, model_argument
+from .common import FILE, MODEL_HELP, NEW_FILE, OneOf, job_of, model_argument, not_the_built_in
 
 
 @click.command("export-plan", epilog=MODEL_HELP)
@@ -32,10 +31,7 @@ def export_plan(*, plan_file: Path, model: str | None, engine: str, csv_file: Pa
     plan = load_plan(plan_file)
     graph = planning.capture(job_of(model), plan.microbatch_size, split=plan.split_words).graph
     if model is None and graph.fingerprint != plan.graph:
-        raise ConfigError(
-            f"{plan_file} is not of the built-in GPT, and MODEL was not given",
-            hint="name the model that it was made for, as file.py:function",
-        )
+        raise not_the_built_in(plan_file)
     made = export_for(plan, graph, engine, csv_file)
     if csv_file is not None and made.order is not None:
         write_whole(csv_file, schedule_text(made.order))

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ..clusters.names import cpu_cluster
+from ..ir.errors import ConfigError, PlanError
 from ..ir.text import as_plain, format_bytes
 from .common import (
     FILE,
@@ -18,6 +19,7 @@ from .common import (
     json_option,
     load_profile,
     model_argument,
+    not_the_built_in,
     plan_options,
 )
 
@@ -56,9 +58,19 @@ def simulate(
     profiled, devices = load_profile(profile_file), described or cpu_cluster(plan.ranks)
     if COMPILED in plan.notes:
         planning.require_compiled(profiled, described)
-    captured = planning.model_of_plan(job_of(model), plan, described, profiled=profiled)
-    graph = captured.graph
-    timeline = planning.simulate(plan, graph, captured.profiles, devices)
+    if profiled is not None and described is None and profiled.device != devices.devices[0].name:
+        raise ConfigError(
+            f"{profile_file} is of the device {profiled.device}, and nothing says how such are linked",
+            hint=f"name the cluster, as in --cluster '{plan.ranks} x {profiled.device}'",
+        )
+    try:
+        captured = planning.model_of_plan(job_of(model), plan, described, profiled=profiled)
+        graph = captured.graph
+        timeline = planning.simulate(plan, graph, captured.profiles, devices)
+    except PlanError as error:
+        if model is None:
+            raise not_the_built_in(plan_file) from error
+        raise
     if html is not None:
         write_report(
             html,

@@ -159,6 +159,7 @@ class PipelineTrainer(Trainer):
         if self.pipe is not None:
             self.pipe.close()
         args = self.args
+        self.model.train()  # it is not after from_pretrained; a Trainer's own training_step does so
         clip = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
         settings: dict[str, Any] = {"microbatches": count} if count > 1 else {}
         settings |= {"clip_norm": clip, "seed": args.seed, **self._settings}

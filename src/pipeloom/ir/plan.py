@@ -163,7 +163,7 @@ class Plan:
         if self.width not in (1, times):
             raise PlanError(
                 f"a plan of width {self.width} that places each stage {times} times",
-                hint="plan again with number of --replicas",
+                hint=f"plan again, with --replicas {times}",
             )
         return times
 

@@ -54,6 +54,8 @@ def load_user_file(path: Path, *, hint: str) -> ModuleType:
     """
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", hint=hint)
+    if path.suffix != ".py":
+        raise ConfigError(f"{path} is no Python file: its name does not end in .py", hint=hint)
     path = path.resolve()
     # A file called json.py must not hide the real one.
     names = (path.stem, f"pipeloom_file_{path.stem}")

@@ -371,9 +371,9 @@ class OpArguments:
         return flat.as_strided(like.shape, like.stride())
 
     def _random_numbers(self, size: int) -> Tensor:
-        """Numbers of [0.1, 1.1). From the million-th on they repeat: no kernel's time depends on that, and to
-        draw those of a large embedding takes longer than to measure it."""
-        drawn = torch.rand(min(size, DRAWN), generator=self.random) + 0.1
+        """Numbers of [0.1, 1), as probabilities may be, too. From the million-th on they repeat: no kernel's
+        time depends on that, and to draw those of a large embedding takes longer than to measure it."""
+        drawn = 0.1 + 0.9 * torch.rand(min(size, DRAWN), generator=self.random)
         return drawn if size <= DRAWN else drawn.repeat(-(-size // DRAWN))[:size]
 
 

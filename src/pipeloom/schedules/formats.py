@@ -188,7 +188,7 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
     Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
     except UnicodeDecodeError:

@@ -136,10 +136,14 @@ def load_work(path: Path) -> MicrobatchTimes:
         names = ("forward_s", "input_grad_s", "weight_grad_s")
         return MicrobatchTimes(**{name: (sum(getattr(c, name) for c in costs),) for name in names})
     in_flight = registry.in_flight(plan.as_schedule)
-    residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
+    # Without the plan's copies a micro-batch keeps what it offloads; what it recomputes it still recomputes.
+    residuals = [
+        max(s.memory.residuals / max(count, 1), s.kept_bytes + s.offloaded_bytes)
+        for s, count in zip(plan.stages, in_flight, strict=False)
+    ]
     return MicrobatchTimes(
         forward_s=tuple(s.forward_s for s in plan.stages),
-        input_grad_s=tuple(s.input_grad_s for s in plan.stages),
+        input_grad_s=tuple(s.input_grad_s + s.recompute_s for s in plan.stages),
         weight_grad_s=tuple(s.weight_grad_s for s in plan.stages),
         residual_bytes=tuple(residuals) if any(residuals) else (),
     )
@@ -506,7 +510,7 @@ def _simulate(
     joined, cluster = wired(stages, schedule.ranks, scenario, costs)
     program = lower(schedule, joined)
     timeline = simulate(program, joined, costs, cluster)
-    residual_peaks = [peak.get("residuals", 0) for peak in timeline.peaks]
+    residual_peaks = timeline.residual_peaks  # not those when all is highest: messages may be long
     return SimulatedSchedule(
         schedule=schedule,
         stages=joined,
@@ -517,7 +521,7 @@ def _simulate(
         timeline=timeline,
         summary=summarise(timeline),
         peaks=tuple(size / unit if unit else 0.0 for size, unit in zip(residual_peaks, units, strict=True)),
-        peaks_bytes=tuple(residual_peaks) if sized else (),
+        peaks_bytes=residual_peaks if sized else (),
     )
 
 

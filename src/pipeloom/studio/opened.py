@@ -41,7 +41,7 @@ def opened(
     }
     answers: dict[str, Answer] = {}
     files, times = [], None
-    file = Path(what.partition(":")[0]) if what is not None else None
+    file = None if what is None else Path(what) if Path(what).exists() else Path(what.partition(":")[0])
     if file is not None and not file.exists():
         raise ConfigError(f"there is no {file}", hint="name a plan, a run's directory, or a schedule's file")
     if file is not None and file.is_dir():

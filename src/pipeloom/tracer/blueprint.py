@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..ir.errors import CaptureError, of_type
-from ..ir.user_code import at, call_own, user_line
+from ..ir.user_code import at, call_own, own_definition, user_line
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
-from .tensors import StorageView, written_by
+from .tensors import StorageView, tensors_of, written_by
 
 
 class GeneratorUse(NamedTuple):
@@ -436,6 +436,7 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             hint="give Pipeline the module itself; or let the function make a new one each time, as "
             "lambda: copy.deepcopy(net)",
         )
+    refuse_shared_memory(model)  # imitations have each their own
     hooks = parameter_hooks(model)  # imitations have none
     if why:
         return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
@@ -449,6 +450,63 @@ def _refuse_lazy(model: nn.Module) -> None:
                 f"{name} of the model has no shape yet, as all of a lazy module before its first call",
                 hint="give the sizes in the constructor, as by nn.Linear in the place of nn.LazyLinear",
             )
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Ranks know that two names are tied if they name one tensor, not if two lie in the same memory.
+
+    Raises: CaptureError for a parameter that learns and another tensor that has some of its elements, be it
+        in a plain attribute.
+    """
+    in_storage: dict[int, list[tuple[range, str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_in_attributes(model)):
+        if tensor.numel() and tensor.layout is torch.strided:
+            storage = StorageView.of(tensor).storage
+            in_storage.setdefault(storage, []).append((_bytes_of(tensor), name, tensor))
+    for tensors in in_storage.values():
+        tensors.sort(key=lambda item: item[0].start)
+        for number, (span, name, tensor) in enumerate(tensors):
+            for other_span, other, second in tensors[number + 1 :]:
+                if other_span.start >= span.stop:
+                    break
+                learns = tensor.requires_grad or second.requires_grad
+                if learns and tensor is not second and _share_elements(tensor, second):
+                    first, last = (name, other) if tensor.requires_grad else (other, name)
+                    raise CaptureError(
+                        f"{first} and {last} of {type(model).__name__}{at(own_definition(type(model)))} are "
+                        "two tensors in the same memory: of two ranks each would change its own",
+                        hint=f"make them one, as in self.b.weight = self.a.weight, or {last} in the forward",
+                    )
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """From the first to the last byte of its storage that a tensor has."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+    return range(start, start + (last + 1) * size)
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Of two tensors whose bytes overlap, whether some are in both: not if their rows alternate."""
+    if first.element_size() != second.element_size():
+        return True
+    start = min(first.storage_offset(), second.storage_offset())
+    stop = max(_bytes_of(first).stop, _bytes_of(second).stop) // first.element_size()
+    taken = torch.zeros(stop - start, dtype=torch.bool)
+    taken.as_strided(first.shape, first.stride(), first.storage_offset() - start).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset() - start).any())
+
+
+def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in plain attributes, but for those that PyTorch's weight and spectral norm make anew."""
+    usual = vars(nn.Module()).keys()
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in usual or f"{key}_orig" in module._parameters or f"{key}_v" in module._parameters:
+                continue
+            if isinstance(value, Tensor | list | tuple | dict):
+                name = f"{prefix}.{key}" if prefix else key
+                yield from ((name, tensor) for tensor in tensors_of(value))
 
 
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

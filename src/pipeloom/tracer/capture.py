@@ -33,7 +33,6 @@ from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time
 from .split_words import split_words
-from .tensors import StorageView
 
 _ROWS_HINT = "let Job.batch return tensors whose first dimension is its second argument"
 
@@ -159,6 +158,11 @@ def _as_modules(
 
 
 def _check_state(model: nn.Module, job: Job) -> None:
+    if not model.training:
+        warn_once(
+            f"{job.name} is in evaluation mode, as models are after from_pretrained, and trains so: without "
+            "dropout; call its train() first"
+        )
     if not any(param.requires_grad for param in model.parameters()):
         raise CaptureError(
             f"no parameter of {job.name} requires a gradient, so there is nothing to train",
@@ -170,51 +174,6 @@ def _check_state(model: nn.Module, job: Job) -> None:
                 f"{name} of {job.name}{at(own_definition(type(model)))} is sparse, which no rank can keep",
                 hint="keep its indices and values in buffers, and make it of them in the forward of a module",
             )
-    _refuse_shared_memory(model, job)
-
-
-def _refuse_shared_memory(model: nn.Module, job: Job) -> None:
-    """Ranks know that two names are tied if they name one tensor, not if two lie in the same memory.
-
-    Raises: CaptureError for a parameter that learns and another tensor that has some of its elements.
-    """
-    in_storage: dict[int, list[tuple[range, str, Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel():
-            storage = StorageView.of(tensor).storage
-            in_storage.setdefault(storage, []).append((_bytes_of(tensor), name, tensor))
-    for tensors in in_storage.values():
-        tensors.sort(key=lambda item: item[0].start)
-        for number, (span, name, tensor) in enumerate(tensors):
-            for other_span, other, second in tensors[number + 1 :]:
-                if other_span.start >= span.stop:
-                    break
-                learns = tensor.requires_grad or second.requires_grad
-                if learns and tensor is not second and _share_elements(tensor, second):
-                    first, last = (name, other) if tensor.requires_grad else (other, name)
-                    raise CaptureError(
-                        f"{first} and {last} of {job.name}{at(own_definition(type(model)))} are two tensors "
-                        "in the same memory: of two ranks each would change its own",
-                        hint=f"make them one, as in self.b.weight = self.a.weight, or {last} in the forward",
-                    )
-
-
-def _bytes_of(tensor: Tensor) -> range:
-    """From the first to the last byte of its storage that a tensor has."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
-    return range(start, start + (last + 1) * size)
-
-
-def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Of two tensors whose bytes overlap, whether some are in both: not if their rows alternate."""
-    if first.element_size() != second.element_size():
-        return True
-    start = min(first.storage_offset(), second.storage_offset())
-    stop = max(_bytes_of(first).stop, _bytes_of(second).stop) // first.element_size()
-    taken = torch.zeros(stop - start, dtype=torch.bool)
-    taken.as_strided(first.shape, first.stride(), first.storage_offset() - start).fill_(True)
-    return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset() - start).any())
 
 
 def _refuse_backward_hooks(model: nn.Module, name: str) -> None:

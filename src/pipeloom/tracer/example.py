@@ -15,6 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..ir.errors import BatchError, ConfigError, of_type
 from ..ir.user_code import at, own_definition
+from .blueprint import refuse_shared_memory
 from .job import Job
 from .job_calls import common_rows
 
@@ -158,6 +159,7 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module
                 hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
             )
         return model
+    refuse_shared_memory(model)  # a copy of it may have each its own
 
     def copied() -> nn.Module:
         """The module is real, whatever its copy is made for."""

@@ -222,6 +222,8 @@ class CallsWatched(TorchFunctionMode):
             requires = next(iter((*args[1:], *kwargs.values())), True)
             if self.in_forward and isinstance(args[0], nn.Parameter) and args[0].requires_grad != requires:
                 how = "sets whether a parameter requires a gradient"
+        elif name == "detach_" and _learns(args[0]):
+            how = "detaches a tensor in place"
         else:
             for tensor in tensors_of(_changed_by(func, name, args, kwargs)):
                 if not torch.is_grad_enabled() and _learns(tensor):
@@ -230,7 +232,7 @@ class CallsWatched(TorchFunctionMode):
                     how = "changes a tensor in place by way of detach()"
         if how:
             raise CaptureError(
-                f"the forward of {self._name} {how}{at(user_line())}: torch.export would lose its gradient",
+                f"the forward of {self._name} {how}{at(user_line())}: torch.export gets its gradient wrong",
                 hint=HINT,
             )
 

@@ -273,7 +273,7 @@ def known_keys() -> dict[str, Any]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"cannot read config file {file}: {error.strerror}",

@@ -130,6 +130,14 @@ class HalvesInPlace(Stack):
         return self.blocks[2](h * 1)
 
 
+class DetachesInPlace(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        beside = h * 1
+        beside.detach_()
+        return self.blocks[2](self.blocks[1](h) + beside)
+
+
 class HalvesInside(Stack):
     class block(Block):
         def forward(self, h: Tensor) -> Tensor:
@@ -363,6 +371,7 @@ CASES = [
         Case(model, "its gradient was lost in export", between=reason)
         for model, reason in (
             (HalvesInPlace, r"detach\(\)"),
+            (DetachesInPlace, "detaches a tensor"),
             (HalvesInside, r"detach\(\)"),
             (ClampsInPlace, r"detach\(\)"),
             (ClampsByAModule, r"detach\(\)"),

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import floor, inf, isfinite
+from math import floor, inf
 from pathlib import Path
 from typing import Any
 
 from ...checks.schedules import check
-from ...ir.errors import ConfigError, PlanError, ScheduleError
+from ...ir.errors import ConfigError, PlanError, ScheduleError, shown
 from ...ir.operation import Operation
 from ...ir.plan import load_plan
 from ...ir.schedule import Schedule
 from ...ir.stages import StageGraph
-from ...ir.text import parse_bytes, parse_toml, refuse_unknown
+from ...ir.text import LARGEST, parse_bytes, parse_toml, refuse_unknown
 from ...ir.timeline import Timeline
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
@@ -193,7 +193,7 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
         SearchStage(
             name=str(s),
             forward_s=stage.forward_s,
-            input_grad_s=stage.input_grad_s,
+            input_grad_s=stage.input_grad_s + stage.recompute_s,
             weight_grad_s=stage.weight_grad_s,
             split=True,
             residual_bytes=sizes[s],
@@ -263,8 +263,8 @@ def _edges(
 
 
 def _seconds(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise ConfigError(f"{what} is {value!r}", hint="times are finite numbers, at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+        raise ConfigError(f"{what} is {shown(value)}", hint=f"times are numbers from 0 to {LARGEST:g}")
     return float(value)
 
 
@@ -273,8 +273,8 @@ def _size(text: str, unit: int, what: str) -> float:
         amount = float(text)
     except ValueError:
         return float(parse_bytes(text, what=what))
-    if not 0 <= amount < inf:
-        raise ConfigError(f"{what} is {text}", hint="sizes are finite numbers, at least 0")
+    if not 0 <= amount < LARGEST:
+        raise ConfigError(f"{what} is {shown(text)}", hint=f"sizes are numbers from 0 to {LARGEST:g}")
     return amount * unit
 
 
@@ -412,7 +412,11 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     if isinstance(stages, Mapping):
         return stages_of(stages, "what was given", ranks)
     path = Path(stages)
-    if path.suffix == ".json":
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
+    if path.suffix == ".json" or text.startswith("{"):
         planned = stages_of_plan(path)
         if ranks not in (0, planned.ranks):
             raise ConfigError(
@@ -420,10 +424,6 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
                 hint=f"leave -p out, or plan the model for {ranks} ranks",
             )
         return planned
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
     return stages_of(parse_toml(text, str(path)), str(path), ranks)
 
 
