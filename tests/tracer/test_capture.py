@@ -391,3 +391,20 @@ def test_files_of_torch_are_not_the_users(tmp_path: Path) -> None:
 def test_a_dtype_whose_bytes_are_not_known_is_said() -> None:
     with pytest.raises(CaptureError, match="quint4x2"):
         tensor_bytes((4, 8), "quint4x2")
+
+
+class Listed(Stack):
+    """Uses its weights by a list of them, too."""
+
+    def prepare(self) -> None:
+        self.listed = [self.head.weight]
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h * self.listed[0].sum())
+
+
+def test_weights_in_a_list_of_a_given_module_are_the_models() -> None:
+    with Pipeline(Listed(), example=vectors(0, 4), microbatches=2) as pipeline:
+        before = pipeline.state_dict()["head.weight"]
+        pipeline.step(vectors(0, 4))
+        assert not torch.equal(before, pipeline.state_dict()["head.weight"])

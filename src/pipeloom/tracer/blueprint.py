@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from ..ir.errors import CaptureError, of_type
 from ..ir.user_code import at, call_own, own_definition, user_line
@@ -510,7 +510,7 @@ def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Replace every parameter and buffer by a fake one, keeping ties."""
+    """Replace every parameter and buffer by a fake one, keeping ties, those with plain attributes, too."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for store in (module._parameters, module._buffers):
@@ -519,4 +519,14 @@ def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
                     if id(tensor) not in seen:
                         seen[id(tensor)] = (tensor, fake.from_tensor(tensor))
                     store[name] = seen[id(tensor)][1]  # type: ignore[assignment]
+
+    def imitation(tensor: Tensor) -> Tensor:
+        return seen[id(tensor)][1] if id(tensor) in seen else tensor
+
+    usual = vars(nn.Module()).keys()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in usual and isinstance(value, Tensor | list | tuple | dict):
+                if any(id(tensor) in seen for tensor in tensors_of(value)):
+                    vars(module)[key] = tree_map_only(Tensor, imitation, value)
     return model
