@@ -497,16 +497,22 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
     return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset() - start).any())
 
 
-def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in plain attributes, but for those that PyTorch's weight and spectral norm make anew."""
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Of attributes that may hold tensors, and are neither parameters nor buffers: the module's name, the
+    module, the attribute's name, and what it is."""
     usual = vars(nn.Module()).keys()
     for prefix, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in usual or f"{key}_orig" in module._parameters or f"{key}_v" in module._parameters:
-                continue
-            if isinstance(value, Tensor | list | tuple | dict):
-                name = f"{prefix}.{key}" if prefix else key
-                yield from ((name, tensor) for tensor in tensors_of(value))
+        for key, value in [*vars(module).items()]:
+            if key not in usual and isinstance(value, Tensor | list | tuple | dict):
+                yield prefix, module, key, value
+
+
+def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in plain attributes, but for those that PyTorch's weight and spectral norm make anew."""
+    for prefix, module, key, value in _plain_attributes(model):
+        if module._parameters.keys().isdisjoint((f"{key}_orig", f"{key}_v")):
+            name = f"{prefix}.{key}" if prefix else key
+            yield from ((name, tensor) for tensor in tensors_of(value))
 
 
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -523,10 +529,7 @@ def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     def imitation(tensor: Tensor) -> Tensor:
         return seen[id(tensor)][1] if id(tensor) in seen else tensor
 
-    usual = vars(nn.Module()).keys()
-    for module in model.modules():
-        for key, value in vars(module).items():
-            if key not in usual and isinstance(value, Tensor | list | tuple | dict):
-                if any(id(tensor) in seen for tensor in tensors_of(value)):
-                    vars(module)[key] = tree_map_only(Tensor, imitation, value)
+    for _, module, key, value in _plain_attributes(model):
+        if any(id(tensor) in seen for tensor in tensors_of(value)):
+            vars(module)[key] = tree_map_only(Tensor, imitation, value)
     return model

@@ -415,7 +415,9 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
+        raise ConfigError(
+            f"cannot read {path}: {error}", hint="name a plan, or a TOML file of stages"
+        ) from None
     if path.suffix == ".json" or text.startswith("{"):
         planned = stages_of_plan(path)
         if ranks not in (0, planned.ranks):
