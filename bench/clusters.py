@@ -52,7 +52,7 @@ from pipeloom import Job, Plan, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.plan_words import WHOLE_STEP
+from pipeloom.plan_split_words import WHOLE_STEP
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import PLANNERS, searches
 from pipeloom.planner.search.layer_groups import layers

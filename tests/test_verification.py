@@ -15,7 +15,7 @@ import pytest
 import torch
 from batches import normal
 from odd.case import WIDTH, Between, Deciding, Stack, job as job_of
-from odd.decisions import LeavesOut, LeavesOutByPython
+from odd.control_flow import LeavesOut, LeavesOutByPython
 from odd.gradients import SparseEmbedding
 from odd.state import CountsInside, SmallEmbeddings
 from runs import capture_of, each_rank, even, even_plan, plan_for

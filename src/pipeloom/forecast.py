@@ -16,9 +16,9 @@ from .ir.costs import StageCost
 from .ir.errors import InfeasibleError
 from .ir.plan import Plan
 from .ir.schedule import Program
+from .ir.shared_weights import names_for_owners
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
-from .ir.weight_policies import names_for_owners
 from .runtime.calibrate import busy_link, stage_memory, time_clipping, time_optimizer, time_sums
 from .runtime.channel import Channel
 from .runtime.ledger import table

@@ -28,7 +28,7 @@ from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import COMPILED, CapturedModel, PlanRequest, fastest, fitting
 from .plan_settings import SHAPE, PlanSettings
-from .plan_words import best_words, in_parts
+from .plan_split_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.planners import chooses, planner, searches

@@ -17,8 +17,9 @@ from .ir.graph import LOWER_PRECISION
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
 from .ir.schedule import Program
+from .ir.shared_weights import OptimizerShares, optimizer_shares
 from .ir.stages import StageGraph
-from .ir.weight_policies import OptimizerShares, Updates, optimizer_shares
+from .ir.weight_policies import Updates
 from .lowering.passes import lower
 from .profiler.roofline import product_flops
 from .run_options import Options

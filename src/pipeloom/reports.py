@@ -16,8 +16,8 @@ from .lowering.passes import lower
 from .planner.search.layer_groups import layer_names
 from .schedules.scenario import UNIT, SimulatedSchedule, explain
 from .simulator.idle_time.explain import explain_idle_time
+from .viewer.comparisons import StageRow
 from .viewer.html import report_page
-from .viewer.tables import StageRow
 
 MICROBATCHES = SizeUnit(name="micro-batches", bytes=UNIT)
 """What memory is counted in where the bytes of residuals are not known."""

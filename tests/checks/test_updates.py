@@ -16,8 +16,9 @@ from pipeloom.ir.action import REDUCE, STEP, Action, B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan, widened
 from pipeloom.ir.schedule import Program
+from pipeloom.ir.shared_weights import OptimizerShares, optimizer_shares
 from pipeloom.ir.stages import StageGraph
-from pipeloom.ir.weight_policies import FLUSH, OptimizerShares, Updates, optimizer_shares
+from pipeloom.ir.weight_policies import FLUSH, Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.registry import build_steady

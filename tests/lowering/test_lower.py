@@ -8,8 +8,8 @@ from small import by_hand
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
+from pipeloom.ir.shared_weights import reductions
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.weight_policies import reductions
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 

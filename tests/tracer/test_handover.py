@@ -7,7 +7,7 @@ from dataclasses import replace
 import nets
 import pytest
 import torch
-from odd.decisions import JOBS as ODD
+from odd.control_flow import JOBS as ODD
 from runs import even_plan, threads
 from torch import nn
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from odd.case import Between, Deciding, job
-from odd.decisions import (
+from odd.control_flow import (
     JOBS,
     Branches,
     BranchInBlock,

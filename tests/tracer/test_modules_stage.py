@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from odd.case import Between, Deciding, job
-from odd.decisions import JOBS, Dropping, LeavesOut
+from odd.control_flow import JOBS, Dropping, LeavesOut
 from runs import Sums, capture_of, even, even_plan, pipelined
 from torch import Tensor, nn
 

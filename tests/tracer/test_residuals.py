@@ -9,7 +9,7 @@ from dataclasses import replace
 import nets
 import pytest
 import torch
-from odd.decisions import JOBS as ODD
+from odd.control_flow import JOBS as ODD
 from runs import capture_of, even
 
 from pipeloom import Job

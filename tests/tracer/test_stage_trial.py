@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from odd.case import Between, Block, job
-from odd.decisions import ComparesWithText, NoModules
+from odd.control_flow import ComparesWithText, NoModules
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
@@ -95,4 +95,4 @@ def test_lists_of_modules_that_do_not_run_are_refused_at_once() -> None:
 def test_a_model_without_modules_to_cut_says_where_it_computes() -> None:
     fallback = capture(job(NoModules), 2).graph.fallback
     assert "nor can it be cut between its modules: what computes is the forward of NoModules" in fallback
-    assert "decisions.py:" in fallback
+    assert "control_flow.py:" in fallback

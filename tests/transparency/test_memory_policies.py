@@ -9,7 +9,7 @@ import nets
 import pytest
 import torch
 from ledgers import sends_are_through_at_once
-from odd.decisions import JOBS
+from odd.control_flow import JOBS
 from runs import assert_same_bits, capture_of, each_rank, even, pipelined, plan_for
 
 from pipeloom import Job, Pipeline

@@ -8,7 +8,7 @@ import nets
 import pytest
 import torch
 from odd.case import job
-from odd.decisions import JOBS, LeftInAList, NoModules, RoutesBetween, ThroughViews
+from odd.control_flow import JOBS, LeftInAList, NoModules, RoutesBetween, ThroughViews
 from odd.gradients import CheckpointedOldWay
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import nn

@@ -8,7 +8,7 @@ import pytest
 import torch
 from odd import CASES
 from odd.case import Case, differences
-from odd.decisions import TorchCond
+from odd.control_flow import TorchCond
 from runs import Numbers, capture_of, even, pipelined, plain, plan_for, split_at, treated_plan
 
 from pipeloom.ir.errors import CaptureError

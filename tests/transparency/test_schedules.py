@@ -8,7 +8,7 @@ import pytest
 from delayed import steady_plan
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
 from odd.case import job as job_of
-from odd.decisions import JOBS
+from odd.control_flow import JOBS
 from odd.state import SmallEmbeddings
 from runs import Numbers, assert_same, even_plan, pipelined, plain
 

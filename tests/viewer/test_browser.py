@@ -9,9 +9,9 @@ from drawings import simulated_step
 
 from pipeloom.ir.explanation import Explanation, Idle, PathStep
 from pipeloom.ir.flow import dag
+from pipeloom.viewer.comparisons import StageRow
 from pipeloom.viewer.html import write_report
 from pipeloom.viewer.stage_graph import stage_edges
-from pipeloom.viewer.tables import StageRow
 
 pytestmark = needs_chromium
 

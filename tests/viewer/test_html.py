@@ -15,9 +15,9 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
+from pipeloom.viewer.comparisons import Comparison, StageRow
 from pipeloom.viewer.html import write_report
 from pipeloom.viewer.picture import legend, memory_panels, pictures
-from pipeloom.viewer.tables import Comparison, StageRow
 
 MiB = 1024**2
 Page = Callable[..., str]

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.viewer.comparisons import StageRow
 from pipeloom.viewer.stage_graph import BOX, StageEdge, draw_stages, stage_edges
-from pipeloom.viewer.tables import StageRow
 
 TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)], value_bytes=2048)
 

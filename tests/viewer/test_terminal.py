@@ -7,8 +7,8 @@ from drawings import computing, printed
 
 from pipeloom.ir.timeline import Timeline
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
+from pipeloom.viewer.comparisons import StageRow
 from pipeloom.viewer.table import Table
-from pipeloom.viewer.tables import StageRow
 from pipeloom.viewer.terminal import console, gantt, report
 
 

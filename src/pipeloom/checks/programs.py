@@ -31,8 +31,8 @@ from ..ir.flow import Flow
 from ..ir.message_index import NO_ROUTE
 from ..ir.operation import writes_gradients
 from ..ir.schedule import Program
+from ..ir.shared_weights import reductions
 from ..ir.stages import StageGraph
-from ..ir.weight_policies import reductions
 from .deadlock import Needs, prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]

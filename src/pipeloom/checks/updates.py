@@ -20,9 +20,10 @@ from ..ir.action import STEP, Action, F
 from ..ir.columns import B_, F_, I_, RECOMPUTE_, REDUCE_, STEP_, W_, Ints, Rows
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Program, Schedule
+from ..ir.shared_weights import OptimizerShares, Reduction, for_owners, reductions
 from ..ir.stages import StageGraph
 from ..ir.text import show_microbatches
-from ..ir.weight_policies import FLUSH, OptimizerShares, Reduction, Updates, for_owners, reductions
+from ..ir.weight_policies import FLUSH, Updates
 from .weight_versions import versions
 
 Sums = Sequence[Sequence[Reduction]]

@@ -107,7 +107,7 @@ def reported(
     they did not rehearse one, and not_rehearsed says why.
     """
     from .. import plan_request
-    from ..plan_words import WHOLE_STEP, words_sentence
+    from ..plan_split_words import WHOLE_STEP, words_sentence
     from ..planner import plan_table
     from ..planner.branch_gain import branch_figures
     from ..planner.joint.search_record import searched_for, sentences

@@ -13,9 +13,9 @@ from ..ir.errors import PlanError
 from ..ir.graph import LOWER_PRECISION, OpGraph, UpdateBytes, step_bytes
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
+from ..ir.shared_weights import names_for_owners, optimizer_shares
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..ir.weight_policies import names_for_owners, optimizer_shares
 from ..lowering.passes import lower
 from ..schedules import registry
 from ..simulator.all_reduce import all_gather_s

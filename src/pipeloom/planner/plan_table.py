@@ -24,9 +24,9 @@ from ..ir.errors import PlanError, ScheduleError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
+from ..ir.shared_weights import optimizer_shares
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes, show_time
-from ..ir.weight_policies import optimizer_shares
 from ..lowering.passes import lower
 from .branch_gain import branch_figures
 from .candidate import EQUAL_TIMES

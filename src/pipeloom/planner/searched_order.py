@@ -38,8 +38,8 @@ ORDER_OF = "order_of"
 LARGEST = 4000
 """Actions of a step from which on no order is searched for, as that would take longer than a minute."""
 
-TIGHT = 2
-"""How many times as much as a plan's own order holds, one of little room may."""
+TIGHT, THOROUGH = (2.0, 1.5, 1.25), 1.0
+"""How many times as much as a plan's own order holds, orders of little room may; effort of a second one."""
 
 QUICK = ("priorities", "clock", "rows")
 """Engines of the search that take little time."""
@@ -54,7 +54,7 @@ def with_searched_order(
     below_s: float = inf,
     effort: float = 0.5,
     library: bool = True,
-    tight: bool = False,
+    thorough: bool = False,
 ) -> Plan | None:
     """The plan in the fastest order that is found; None if none is faster.
 
@@ -62,20 +62,22 @@ def with_searched_order(
     whose step has more than `LARGEST` actions.
     below_s: seconds of a step that it has to be faster than, too.
     effort: of the search, see `SearchOptions`. The same for the same plan.  library: whether its schedules
-    are built within the ranks' limits, too, which takes time.  tight: whether orders that hold less than the
-    ranks may are searched for, too: the search is greedy, and may find then what it passes over.
+    are built within the ranks' limits, too, which takes time.  thorough: whether orders that hold less than
+    the ranks may are searched for, too, and all once more with more effort: the search is greedy, and may
+    find then what it passes over.
     """
     if not _may_be_searched(plan):
         return None
     engines = tuple(name for name in search.ENGINES if library or name in QUICK)
-    options = search.SearchOptions(effort=effort, engines=engines, sizes=False)
+    efforts = (effort, THOROUGH) if thorough else (effort,)
     stages = plan.stage_graph(costs.graph)
     best: Plan | None = None
-    for problem in _problems(plan, stages, costs, tight=tight):
+    for problem, effort in product(_problems(plan, stages, costs, tight=thorough), efforts):
         most_s = min(below_s, (best or plan).predicted_step_s) * FASTER
         if lower_bound(problem).seconds >= most_s:
             continue
         try:
+            options = search.SearchOptions(effort=effort, engines=engines, sizes=False)
             result = search.search_orders(problem, options)
         except PlanError:
             continue  # the search's idea of the limits leaves no room for one micro-batch
@@ -100,8 +102,9 @@ def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts, *, tight: bool) 
     seconds = message_seconds(stages, plan.placement, costs.cluster)
     edges = {(a, b): seconds(a, b) for b, before in enumerate(flow.reads_from) for a in before}
     most = residual_limits(plan, timeline := costs.simulate(plan))
-    less = tuple(min(limit, TIGHT * held) for limit, held in zip(most, timeline.residual_peaks, strict=False))
-    for limits, split in product(dict.fromkeys((most, less) if tight else (most,)), (False, True)):
+    held = timeline.residual_peaks
+    less = [tuple(min(pair) for pair in zip(most, (n * of for of in held), strict=False)) for n in TIGHT]
+    for limits, split in product(dict.fromkeys((most, *less) if tight else (most,)), (False, True)):
         yield SearchProblem(
             stages=tuple(
                 _search_stage(cost, s, sorted(flow.reads_from[s]), plan.placement[s], split=split)

@@ -22,8 +22,8 @@ from ..ir.cluster import Link, MiB
 from ..ir.costs import StageCost
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
+from ..ir.shared_weights import Reduction
 from ..ir.stages import StageGraph
-from ..ir.weight_policies import Reduction
 from ..tracer.stage.functions import StageFunctions
 from .channel import Channel, dist_channel
 from .connect import connect, watch_ranks

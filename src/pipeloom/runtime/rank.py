@@ -257,7 +257,7 @@ class Rank:
             OFFLOAD: Rank._offload,
             AWAIT: Rank._await_offload,
             RELOAD: Rank._reload,
-            REDUCE: lambda rank, work: rank.reduce_and_step.reduce_tied_gradients(work),
+            REDUCE: lambda rank, work: rank.reduce_and_step.sum_shared_gradients(work),
             STEP: lambda rank, work: rank.reduce_and_step.step(work),
         }
 

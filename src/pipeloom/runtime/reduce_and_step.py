@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..ir.shared_weights import OptimizerShares, Reduction, for_owners, reductions
 from ..ir.stages import StageGraph
-from ..ir.weight_policies import OptimizerShares, Reduction, for_owners, reductions
 from .channel import Channel, PendingSum
 from .operations import meetings
 from .transport import SumGroup
@@ -115,7 +115,7 @@ class ReduceAndStep:
         sent = sorted({share.ranks for share in self._rank.weights.shares if len(share.ranks) > 1})
         return [*map(gradient_group, shared), *map(parameter_group, sent), *meetings(self._rank.program)]
 
-    def reduce_tied_gradients(self, work: RankWork) -> None:
+    def sum_shared_gradients(self, work: RankWork) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
         One sum for each set of ranks and dtype (`ir.weight_policies`), or for each owner of a part of them;

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.graph import PartRows, UpdateBytes, step_bytes
-from ..ir.weight_policies import OptimizerShares, Updates
+from ..ir.shared_weights import OptimizerShares
+from ..ir.weight_policies import Updates
 from ..tracer.stage.functions import Sink
 from ..tracer.tensors import storage_bytes, tensors_of
 from .optimizers import (

@@ -11,7 +11,7 @@ import numpy as np
 from ..ir.cluster import Cluster
 from ..ir.columns import Floats, Ints, Longs, starts_of
 from ..ir.costs import StageCost
-from ..ir.weight_policies import Reduction
+from ..ir.shared_weights import Reduction
 from .shared_links import crosses, transfer_s
 
 NodeLink: TypeAlias = tuple[str, int]

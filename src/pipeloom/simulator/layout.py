@@ -41,8 +41,8 @@ from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
+from ..ir.shared_weights import Reduction, reductions
 from ..ir.stages import StageGraph
-from ..ir.weight_policies import Reduction, reductions
 from .all_reduce import AllReduces, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, ProgramLayout
 from .shared_links import NO_SHARED_LINKS, copy_s, shared_links_of, transfer_s

@@ -15,9 +15,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..ir.errors import BatchError, ConfigError, of_type
 from ..ir.user_code import at, own_definition
-from .blueprint import refuse_shared_memory
 from .job import Job
 from .job_calls import common_rows
+from .shared_memory import refuse_shared_memory
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
 """A dictionary (or `BatchEncoding`), a tuple or list, or one tensor, as a loader gives it."""

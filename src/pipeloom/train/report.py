@@ -16,10 +16,10 @@ from ..ir.text import dotted, finite, save_noun, write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
+from ..viewer.comparisons import Comparison, peak_of
 from ..viewer.html import write_report
 from ..viewer.stage_graph import stage_edges
 from ..viewer.table import Table
-from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import report
 from .config import Config, as_dict
 from .loop import TrainOutcome

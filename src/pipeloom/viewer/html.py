@@ -11,10 +11,7 @@ import msgspec
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, dotted, show_plain, show_share, show_time, write_whole
 from ..ir.timeline import Timeline
-from .labels import chunks
-from .picture import legend, memory_panels, pictures
-from .stage_graph import StageDrawing, StageEdge, draw_stages
-from .tables import (
+from .comparisons import (
     Comparison,
     StageRow,
     idle_table,
@@ -24,6 +21,9 @@ from .tables import (
     step_figures,
     worst_peak,
 )
+from .labels import chunks
+from .picture import legend, memory_panels, pictures
+from .stage_graph import StageDrawing, StageEdge, draw_stages
 
 TEMPLATES = Path(__file__).parent / "templates"
 

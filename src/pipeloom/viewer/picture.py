@@ -10,9 +10,9 @@ import numpy as np
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, byte_unit, show_plain, show_share, show_time, time_unit
 from ..ir.timeline import MemoryCurve, Timeline
+from .comparisons import source_name
 from .labels import STREAMS, chunks as chunks_of, colour, group_name, label
 from .reasons import sentence
-from .tables import source_name
 
 Picture: TypeAlias = dict[str, Any]
 

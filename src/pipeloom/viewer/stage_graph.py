@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
-from .tables import Both, StageRow, stage_figures
+from .comparisons import Both, StageRow, stage_figures
 
 Point: TypeAlias = tuple[float, float]
 

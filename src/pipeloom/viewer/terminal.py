@@ -12,9 +12,7 @@ from rich.text import Text
 
 from ..ir.text import show_share, show_time
 from ..ir.timeline import Lane, Timeline
-from .labels import Label, chunks, colour, computes, group_name, label
-from .table import Table
-from .tables import (
+from .comparisons import (
     Comparison,
     StageRow,
     memory_table,
@@ -24,6 +22,8 @@ from .tables import (
     step_figures,
     summary_table,
 )
+from .labels import Label, chunks, colour, computes, group_name, label
+from .table import Table
 
 IDLE = "·"
 FILL = "─"

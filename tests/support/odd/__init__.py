@@ -3,9 +3,9 @@
 A new odd model is one class and one row of `CASES`, in the file that is about its kind.
 """
 
-from . import decisions, gradients, state, values
+from . import control_flow, gradients, state, values
 
-CASES = [*decisions.CASES, *state.CASES, *gradients.CASES, *values.CASES]
+CASES = [*control_flow.CASES, *state.CASES, *gradients.CASES, *values.CASES]
 
 MODELS = {str(case): lambda case=case: case.job for case in CASES if not case.expect.startswith("random")}
 """As `bench/trust.py` reads them."""

@@ -607,7 +607,7 @@ class JointSearch:
                 below_s=below_s,
                 effort=EFFORT,
                 library=judged is self.best and large,
-                tight=self.tiny,
+                thorough=self.tiny,
             )
             if plan is not None:
                 self.ordered.append(plan)

@@ -47,9 +47,9 @@ from ...ir.explanation import PathStep
 from ...ir.flow import Flow, flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
+from ...ir.shared_weights import reductions
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from ...ir.weight_policies import reductions
 from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses

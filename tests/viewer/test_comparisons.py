@@ -8,8 +8,7 @@ from rich.console import RenderableType
 
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import MemoryCurve, Timeline
-from pipeloom.viewer.table import Column, Table
-from pipeloom.viewer.tables import (
+from pipeloom.viewer.comparisons import (
     Comparison,
     StageRow,
     memory_kinds,
@@ -22,6 +21,7 @@ from pipeloom.viewer.tables import (
     summary_table,
     worst_peak,
 )
+from pipeloom.viewer.table import Column, Table
 
 MiB = 1024**2
 ROWS = [

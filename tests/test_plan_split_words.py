@@ -10,13 +10,13 @@ from commands import bad, good, run
 from large_head import LENGTH, WORDS
 from runs import capture_of
 
-from pipeloom import Job, plan_words, planning
+from pipeloom import Job, plan_split_words, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.plan_request import PlanRequest
-from pipeloom.plan_words import WHOLE_STEP
+from pipeloom.plan_split_words import WHOLE_STEP
 from pipeloom.profiler import measure_op
 from pipeloom.tracer.captured import Captured
 
@@ -89,13 +89,13 @@ def test_the_number_of_parts_is_guessed_with_as_many_stages_as_are_asked_for(
     monkeypatch.setattr(PlanRequest, "plan", refuse)
     with pytest.raises(InfeasibleError):
         plan(job, chunks=3)
-    assert "interleaved_1f1b:v=3" in tried and plan_words.WAVE not in tried
+    assert "interleaved_1f1b:v=3" in tried and plan_split_words.WAVE not in tried
 
 
 def test_more_ranks_than_ops_are_refused_before_words_are_split(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_words, "fitting", None)
+    monkeypatch.setattr(plan_split_words, "fitting", None)
     with pytest.raises(PlanError, match="stages") as caught:
         plan(job, ranks=200, cluster="200 x a100-40")
     assert "at most" in str(caught.value.hint)

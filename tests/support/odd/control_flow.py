@@ -639,7 +639,7 @@ def scripted() -> nn.Module:
 
 
 CUTS = (3, 2, 1, 4)
-LINE = r"decisions\.py:\d+\)"
+LINE = r"control_flow\.py:\d+\)"
 NAMES = "a parameter named like a batch entry: one was taken for the other"
 TEXT, SCALE = normal(text=(4,), audio=(4,)), normal(x=(4,), scale=(4,))
 
