@@ -162,6 +162,8 @@ MISTAKES = [
     ("show chimera -v 3", 1, "one stage per rank"),
     ("show 1f1b -F a", 2, "'a'"),
     ("show 1f1b -I nan", 2, "nan"),
+    ("show 1f1b --pair-factor nan", 2, "nan"),
+    ("show po_f --per-node 2 --per-uplink 4", 2, "--per-uplink"),
     ("show 1f1b -F 1,2,3", 2, "3 times for 4 stages"),
     ("show 1f1b -T 1,2", 2, "2 times for the 3 boundaries"),
     ("show 1f1b --memory 2", 1, "holds up to 4 micro-batches"),

@@ -151,6 +151,8 @@ def test_files_may_begin_with_a_mark_and_operations_are_python(folder: Path) -> 
     (folder / "rows.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
     assert "2 actions" in good("schedule", "check", "rows.csv")
     assert "Python" in bad(2, "schedule", "check", "rows.csv", "--operations", "cluster.toml")
+    (folder / "none.py").write_text("")
+    assert "operation" in bad(2, "schedule", "check", "rows.csv", "--operations", "none.py")
     (folder / "stages.toml").write_text(f"[[stage]]\nF = 1{'0' * 400}\nB = 2\nranks = 0\n")
     assert "1e+30" in bad(2, "schedule", "search", "stages.toml")
 
@@ -160,3 +162,6 @@ def test_the_model_and_the_devices_of_a_simulation_are_asked_for(folder: Path) -
     assert "MODEL" in bad(2, "simulate", "plan.json")
     good("profile", "mine.py:job", "--cluster", "2 x a100-40", "--save", "profile.json")
     assert "--cluster" in bad(2, "simulate", "plan.json", "mine.py:job", "--profile", "profile.json")
+    (folder / "plan.json").rename(folder / "mine.plan")
+    assert "MODEL" in bad(2, "studio", "mine.plan", "--cluster", "2 x a100-40")
+    assert "2 devices" in bad(1, "studio", "mine.plan", "mine.py:job", "--cluster", "1 x a100-40")

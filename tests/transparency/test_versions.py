@@ -135,8 +135,9 @@ def test_a_loader_may_write_over_the_batch_before() -> None:
 
 
 def test_too_few_micro_batches_are_refused_with_the_number_that_suffices() -> None:
-    with pytest.raises(ScheduleError, match="every 3"):
+    with pytest.raises(ScheduleError) as refused:
         steady_plan(job_of(), 4, 2)
+    assert "3 micro-batches" in str(refused.value)
 
 
 def test_after_a_step_that_was_broken_off_a_checkpoint_goes_on(tmp_path: Path) -> None:

@@ -180,6 +180,16 @@ def ranks_or_auto(text: Any) -> int | str:
         raise click.BadParameter(f"{shown(text)} is neither auto nor a number from 1 on.") from None
 
 
+class Amount(click.FloatRange):
+    """A number within a range, which NaN is not: to click it is in any."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
+
+
 class OneOf(click.Choice):  # type: ignore[type-arg]  # of older versions it takes none
     """A choice that names the word that may have been meant."""
 

@@ -17,7 +17,7 @@ from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import format_bytes, show_microbatches, show_share, write_whole
 from ..ir.weight_policies import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
-from .common import FILE, NEW_FILE, Command, OneOf, emit, exclusive, json_option
+from .common import FILE, NEW_FILE, Amount, Command, OneOf, emit, exclusive, json_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -110,14 +110,14 @@ SCENARIO = (
     ),
     click.option(
         "--pair-factor",
-        type=click.FloatRange(0),
+        type=Amount(0),
         default=1.0,
         help="What a pair of actions, F&B, takes of the sum of their times.",
     ),
     click.option(
         "--copy-ratio",
         "-k",
-        type=click.FloatRange(0, min_open=True),
+        type=Amount(0, min_open=True),
         default=0.75,
         help="What copying the residuals of a stage to the host and back takes of the time of its F, I and "
         "W: for schedules that offload.",

@@ -12,7 +12,7 @@ import click
 
 from ..ir.errors import ConfigError
 from ..ir.text import format_bytes, show_share, write_whole
-from .common import FILE, NEW_FILE, emit, json_option
+from .common import FILE, NEW_FILE, Amount, emit, json_option
 from .schedule import SHORTEST
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--effort",
-    type=click.FloatRange(0.01, 1000),
+    type=Amount(0.01, 1000),
     default=1.0,
     help="By which the orders that are tried are multiplied.",
 )
-@click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
+@click.option("--time-limit", type=Amount(0), help="Seconds after which the best so far is taken.")
 @click.option("--operations", type=FILE, help="A Python file that declares operations, which are placed too.")
 @SHORTEST
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the orders that are tried at random.")

@@ -14,6 +14,7 @@ from ..plan_settings import LARGEST
 from .common import (
     FILE,
     MODEL_HELP,
+    Amount,
     emit,
     exclusive,
     job_of,
@@ -43,7 +44,7 @@ PLANNED = (
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=Amount(min=0),
     help="Largest relative difference. By default what the parameters' dtype explains.",
 )
 @click.option("--seed", type=click.IntRange(-LARGEST, LARGEST), default=1, help="Of the batch.")
@@ -86,7 +87,9 @@ def verify(
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
         plan = planning.plan(job, settings, cluster=replace(cpus, devices=devices))
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
-    result = {"passed": verification.passed, "independent": verification.independent} | vars(verification)
+    result = {name: getattr(verification, name) for name in ("passed", "independent", "verdict", "hint")}
+    result |= {"stages": len(plan.stages), "ranks": plan.ranks, "schedule": plan.schedule}
+    result |= vars(verification)
     of_plan = f"stages {len(plan.stages)}, ranks {plan.ranks}, schedule {plan.schedule}"
     emit(result, [of_plan, *report(verification)], as_json=as_json)
     ctx.exit(0 if verification.passed else 1)

@@ -4,6 +4,7 @@ here, once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -318,12 +319,29 @@ def build_steady(
     0F2 0B1 0F3 0B2
     1F2 1B2 1F3 1B3
     """
-    every = updates.every
-    steps = 2 * -(-2 * len(placement) // every) + 4
-    long = build(name, stages, placement, steps * every, split_backward=split_backward, **given)
-    body = steady_step(long, every)
+
+    def built(every: int) -> SteadyStep:
+        steps = 2 * -(-2 * len(placement) // every) + 4
+        long = build(name, stages, placement, steps * every, split_backward=split_backward, **given)
+        return steady_step(long, every)
+
+    def runs_with(every: int) -> bool:
+        with suppress(ScheduleError):
+            weight_versions(built(every).unrolled, stages, replace(updates, every=every))
+            return True
+        return False
+
+    body = built(updates.every)
     check(body.unrolled, stages)
-    weight_versions(body.unrolled, stages, updates)
+    try:
+        weight_versions(body.unrolled, stages, updates)
+    except ScheduleError as error:
+        enough = next(filter(runs_with, range(updates.every + 1, 2 * len(placement) + 1)), None)
+        if enough is None:
+            raise
+        raise ScheduleError(
+            error.message, hint=f"let each pipeline have {enough} micro-batches per step (--microbatches)"
+        ) from None
     return body
 
 

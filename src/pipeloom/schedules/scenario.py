@@ -32,7 +32,7 @@ from ..simulator.summary import Summary, summarise
 from . import registry
 from .formats import program_text, read_schedule, schedule_text
 from .language import uplinks
-from .language.names import ALIASES, load_file, parse_name
+from .language.names import ALIASES, load_operations, parse_name
 
 Edges = tuple[tuple[int, int], ...]
 """(from stage, to stage) of each message."""
@@ -352,7 +352,7 @@ def simulate_file(
     Raises: ScheduleError if it cannot be read, or breaks a rule; ConfigError for wrong times.
     """
     if operations is not None:
-        load_file(operations)
+        load_operations(operations)
     return simulate_rows(read_schedule(file), scenario, replicas=replicas)
 
 
@@ -544,6 +544,12 @@ def wired(
     switches: dict[str, Link] = {}
     copied = next((cost for cost in costs if cost.offload_s), None)
     if scenario.per_uplink > 1 and copied is not None:
+        if size < ranks and size % scenario.per_uplink:
+            raise ConfigError(
+                f"with --per-uplink {scenario.per_uplink} and --per-node {size} ranks of two nodes share "
+                "an uplink",
+                hint="let --per-node be a multiple of --per-uplink",
+            )
         uplink = Link(bandwidth_bytes_per_s=copied.offloaded_bytes / copied.offload_s)
         names = [f"uplink {rank // scenario.per_uplink}" for rank in range(ranks)]
         switches = dict.fromkeys(names, uplink)

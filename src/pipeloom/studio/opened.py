@@ -33,8 +33,10 @@ def opened(
 
     what: a plan, a run's directory, rows of a schedule, or a schedule in the language; None for the library.
     read: see `Reader`.  job, cluster: of a plan, to simulate its changes.
-    Raises: ConfigError if there is no such file, or a job is given and no plan.
+    Raises: ConfigError if there is no such file, a job is given and no plan, or a cluster and no job.
     """
+    if cluster is not None and job is None:
+        raise ConfigError("a cluster says nothing of a plan alone", hint="name its model, too: PLAN MODEL")
     start: dict[str, Any] = {
         **{"library": library(), "entries": [{"name": "1f1b"}], "words": {}, "files": []},
         **{"plan": "", "model": False, "run": ""},
@@ -47,7 +49,7 @@ def opened(
     if file is not None and file.is_dir():
         answers["run"], start["run"] = partial(run_shown, file), str(file)
         file = file / "plan.json" if (file / "plan.json").is_file() else None
-    if file is not None and file.suffix == ".json":
+    if file is not None and _is_json(file):
         plan, times = load_plan(file), file
         desk = PlanDesk(plan, None if job is None else PlanModel.load(job, plan, cluster))
         answers |= {name: getattr(desk, name) for name in ("plan", "save_plan", "cap", "progress")}
@@ -73,6 +75,12 @@ def opened(
     schedules = ScheduleDesk(read, files=files, times=times)
     names = ("draw", "figures", "ask", "path", "recognise", "save")
     return start | {"files": files}, answers | {name: getattr(schedules, name) for name in names}
+
+
+def _is_json(file: Path) -> bool:
+    with suppress(OSError, UnicodeDecodeError):
+        return file.suffix == ".json" or file.read_text(encoding="utf-8-sig").startswith("{")
+    return False
 
 
 def _is_chain(plan: Plan) -> bool:

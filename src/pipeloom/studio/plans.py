@@ -61,8 +61,13 @@ class PlanModel:
 
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
-        """cluster: None for processes of this machine, whose op times are measured within the last day."""
-        return cls(job, planning.model_of_plan(job, plan, cluster), plan.ranks, cluster)
+        """cluster: None for processes of this machine, whose op times are measured within the last day.
+
+        Raises: PlanError if they do not belong together.
+        """
+        model = cls(job, planning.model_of_plan(job, plan, cluster), plan.ranks, cluster)
+        planning.simulate(plan, model.captured.graph, model.captured.profiles, model.cluster)
+        return model
 
 
 @dataclass(frozen=True)

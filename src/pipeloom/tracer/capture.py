@@ -96,6 +96,8 @@ def _captured(
         return _as_modules(job, example, blueprint, "Job.modules says where to cut", autocast)
     try:
         return _exported(job, example, blueprint, autocast)
+    except LossError:  # no way of capturing would help
+        raise
     except CaptureError as error:
         captured = _capture_instead(error, job, example, autocast)
     instead = "; cutting between its modules instead" if len(captured.graph.ops) > 1 else ""

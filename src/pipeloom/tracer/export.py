@@ -30,6 +30,7 @@ from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_transforms, settled
+from .job_calls import refuse_state_of_loss
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of, storage_ids, tensors_of
@@ -47,6 +48,7 @@ def what_export_loses_refused(name: str) -> Iterator[None]:
 
     def refuse(what: str) -> NoReturn:
         where = at(user_line())
+        refuse_state_of_loss(name, where)
         raise CaptureError(
             f"the forward of {name} uses {what}{where}, which torch.export would lose", hint=HINT
         )
@@ -205,6 +207,15 @@ class CallsWatched(TorchFunctionMode):
             raise CaptureError(
                 f"the forward of {self._name} sets the data of a tensor{at(user_line())}: torch.export would "
                 "lose it",
+                hint=HINT,
+            )
+        changed = tensors_of(_changed_by(func, name, args, kwargs or {}))
+        if self.in_forward and any(not isinstance(tensor, FakeTensor) for tensor in changed):
+            where = at(user_line())
+            refuse_state_of_loss(self._name, where)
+            raise CaptureError(
+                f"the forward of {self._name} changes a tensor that is not in its modules{where}: "
+                "torch.export would lose it",
                 hint=HINT,
             )
         if self._training:

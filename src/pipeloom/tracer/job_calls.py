@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -214,7 +214,17 @@ def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 class LossError(CaptureError):
-    """The job's loss fails."""
+    """The job's loss fails, or cannot be captured in any way."""
+
+
+def refuse_state_of_loss(name: str, where: str) -> None:
+    """Raises: LossError if the job's loss runs: it keeps something from one call to the next."""
+    if any(frame.f_code is scalar_loss.__code__ for frame, _ in walk_stack(None)):
+        raise LossError(
+            f"the loss of {name} changes a tensor that it keeps for the next call{where}: each rank would "
+            "have its own",
+            hint="keep it in a buffer of the model; a model may compute its loss itself, and return it",
+        )
 
 
 def failed_call(job: Job, batch: Mapping[str, Tensor], error: Exception) -> CaptureError:

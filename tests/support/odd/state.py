@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -445,6 +446,21 @@ DIFFER = "averaged parameters differed between ranks, without a word"
 EARLIER = "the backward of an earlier micro-batch saw changed parameters"
 STEP = "Job.optimizer"
 
+
+class Scores(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self.inlet(x)))
+
+
+MEAN = torch.zeros(CLASSES)
+
+
+def far_from_the_mean(scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        MEAN.mul_(0.9).add_(scores.mean(0), alpha=0.1)
+    return (scores - MEAN).square().mean()
+
+
 CASES = [
     *(
         Case(
@@ -517,4 +533,11 @@ CASES = [
     Case(WeightInPlace, "what tracing had left behind was taken for the model's own", cuts=(2, 3)),
     Case(CountsByAnOperator, "ended in an IndexError", between="auto_functionalized", cuts=(2, 3)),
     Case(RegistersABuffer, "buffers that the forward registers ended in a KeyError", cuts=(2, 3)),
+    Case(
+        Scores,
+        "a loss that keeps a mean of its own trained with wrong numbers",
+        expect="refused: the loss .*changes a tensor that it keeps",
+        hint="buffer of the model",
+        loss=far_from_the_mean,
+    ),
 ]

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...ir.errors import ScheduleError
+from ...ir.errors import ConfigError, ScheduleError
+from ...ir.operation import Operation
 from ...ir.user_code import load_user_file
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -218,3 +219,11 @@ def load_user_schedule(name: ScheduleName) -> Any:
 def load_file(path: Path) -> ModuleType:
     """Import a file with a schedule or an operation, once. Raises: ConfigError if there is none."""
     return load_user_file(path, hint=_HINT)
+
+
+def load_operations(path: Path) -> tuple[Operation, ...]:
+    """What a Python file declares. Raises: ConfigError if that is nothing."""
+    declared = tuple(value for value in vars(load_file(path)).values() if isinstance(value, Operation))
+    if not declared:
+        raise ConfigError(f"{path} declares no operation", hint="write NAME = declare(Operation(...)) in it")
+    return declared

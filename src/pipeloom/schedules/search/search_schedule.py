@@ -12,7 +12,6 @@ from typing import Any
 
 from ...checks.schedules import check
 from ...ir.errors import ConfigError, PlanError, ScheduleError, shown
-from ...ir.operation import Operation
 from ...ir.plan import load_plan
 from ...ir.schedule import Schedule
 from ...ir.stages import StageGraph
@@ -21,7 +20,7 @@ from ...ir.timeline import Timeline
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
 from ...simulator.summary import summarise
-from ..language.names import load_file
+from ..language.names import load_operations
 from ..language.placements import loop, wave
 from ..recipe_text import IMPORTS, recipe_text
 from ..scenario import Scenario, between, load_work, wired
@@ -383,13 +382,7 @@ def search_schedule(
     if shortest not in SHORTEST:
         raise ConfigError(f"shortest={shortest!r} is no length of a step", hint='use "step" or "span"')
     asked = _asked(stages, ranks)
-    declared: tuple[Operation, ...] = ()
-    if operations is not None:
-        declared = tuple(o for o in vars(load_file(operations)).values() if isinstance(o, Operation))
-        if not declared:
-            raise ConfigError(
-                f"{operations} declares no operation", hint="write NAME = declare(Operation(...)) in it"
-            )
+    declared = () if operations is None else load_operations(operations)
     options = options or SearchOptions()
     problem = partial(
         SearchProblem,
