@@ -180,6 +180,27 @@ def test_rank_0_alone_has_the_batches() -> None:
     assert mine == others == pytest.approx(expected + plain_losses(module, [fewer]), rel=1e-5)
 
 
+@pytest.mark.parametrize("data", ["every", "first"])
+def test_a_step_may_have_several_batches_each_split_by_itself(data: str) -> None:
+    """Counted alike, so that a micro-batch with rows of two of them gave another loss."""
+    parts = [{name: named()[name][rows] for name in ("x", "y")} for rows in (slice(0, 6), slice(6, 8))]
+    module = net()
+    mean = sum(float(of_named(module(part["x"]), part).detach()) for part in parts) / 2
+
+    def work(pipe: pipeloom.Pipeline) -> list[float]:
+        given = data == "every" or pipe.rank == 0
+        found = [pipe.evaluate(parts if given else None), pipe.step(parts if given else None)]
+        with pytest.raises(BatchError, match="2 micro-batches"):
+            pipe.step([parts[0], {name: tensor[:1] for name, tensor in parts[1].items()}] if given else None)
+        with pytest.raises(BatchError, match="5 batches"):
+            pipe.step([parts[0]] * 5 if given else None)
+        return found
+
+    # Of four micro-batches two are of each batch.
+    losses = on_two_ranks(work, NET, named(), data=data, weight=lambda batch: 1.0)
+    assert losses[0] == losses[1] == pytest.approx([mean, mean], rel=1e-5)
+
+
 def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
     module = net().eval()
     expected = module(named()["x"])

@@ -287,7 +287,7 @@ class Pipeline:
             device=self.device,
             seed=options.seed,
             training=self.training,
-            tensors=self._form.tensors if self._first is None else dict,
+            tensors=self._form.tensors if self._first is None else _as_it_is,
             everywhere=self._first is None,
         )
         self.record = StepRecord(
@@ -344,7 +344,8 @@ class Pipeline:
 
         batch: tensors whose first dimension is the batch, as the example; the same on every rank, or with
             data="first" on rank 0. Its rows are spread evenly over the micro-batches; another sequence length
-            than before is captured anew.
+            than before is captured anew. Or a list of batches, each split by itself, as gradients are
+            accumulated elsewhere.
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
             next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError
@@ -675,6 +676,11 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.watch.__exit__(kind, error, trace)
+
+
+def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What rank 0 has sent."""
+    return batch
 
 
 def _step_all(schedulers: list[LRScheduler]) -> None:

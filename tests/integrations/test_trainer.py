@@ -11,6 +11,8 @@ from processes import output
 from safetensors.torch import load_file
 from torch import nn
 
+from pipeloom.ir.errors import ConfigError
+
 pytest.importorskip("accelerate", reason="transformers' Trainer wants accelerate, which is not installed")
 
 SCRIPT = str(Path(__file__).parent / "trainer_script.py")
@@ -49,16 +51,104 @@ class AddsMeans(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, labels: Any = None, **more: Any) -> dict[str, torch.Tensor]:
         logits = self.layers(x) if self.training else 2 * self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {"logits": logits} | ({} if labels is None else {"loss": self.loss(logits, labels, **more)})
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits, labels)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("batches_in_the_last", [1, 2])
-def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batches_in_the_last: int) -> None:
-    """Also after an update that was broken off, whose batches are not those of the next one."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+class TakesNoNumber(AddsMeans):
+    """Its losses are averaged over the batches of an update, not added up."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x, labels)
+
+
+class SumWithMore(AddsMeans):
+    """A sum over labels, and what is added once for each batch, as for the router of experts."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+        whole = nn.functional.cross_entropy(logits, labels, reduction="sum") / more["num_items_in_batch"]
+        return whole + 0.1 * self.layers[0].weight.square().mean()
+
+
+def by_class(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """No mean over rows."""
+    return nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 5.0, 20.0]))
+
+
+def with_own_loss(kind: Any) -> Any:
+    class OwnLoss(kind):
+        def compute_loss(
+            self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = by_class(outputs, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def trainer_of(kind: Any, model: nn.Module, rows: int, folder: Path, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+    data = [{"x": row, "labels": number % 3 if number != 5 else -100} for number, row in enumerate(x)]
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=5,
+        gradient_accumulation_steps=4,
+        num_train_epochs=2,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        learning_rate=0.1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    return kind(model=model.eval(), args=args, train_dataset=data, eval_dataset=data, **more)
+
+
+def figures(trainer: Any) -> list[float]:
+    trainer.train()
+    trainer.evaluate()
+    return [
+        line[key]
+        for line in trainer.state.log_history
+        for key in ("loss", "grad_norm", "eval_loss")
+        if key in line
+    ]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rows", [10, 11])
+@pytest.mark.parametrize("own_loss", ["", "compute_loss", "compute_loss_func"])
+@pytest.mark.parametrize("model", [AddsMeans, TakesNoNumber, SumWithMore])
+def test_losses_are_those_of_a_trainer_whatever_they_are(
+    tmp_path: Path, model: type[nn.Module], own_loss: str, rows: int
+) -> None:
+    """The last update of an epoch has one batch, or two of which one is of a single row; one row has no
+    label."""
+    from transformers import Trainer
+
+    from pipeloom.integrations.transformers import PipelineTrainer
+
+    change = with_own_loss if own_loss == "compute_loss" else lambda kind: kind
+    more = {"compute_loss_func": by_class} if own_loss == "compute_loss_func" else {}
+    found = [
+        figures(trainer_of(change(kind), model(), rows, tmp_path, **more))
+        for kind in (Trainer, PipelineTrainer)
+    ]
+    assert len(found[0]) == 9
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_an_update_that_was_broken_off_leaves_no_batches(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainerCallback
 
     from pipeloom.integrations.transformers import PipelineTrainer
 
@@ -66,31 +156,41 @@ def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batc
         def on_substep_end(self, *_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-    x = torch.randn(8 + 2 * batches_in_the_last, 4, generator=torch.Generator().manual_seed(0))
-    rows = [{"x": row, "labels": number % 3} for number, row in enumerate(x)]
-    losses = []
+    found = []
     for kind in (Trainer, PipelineTrainer):
-        args = TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=4,
-            num_train_epochs=2,
-            logging_steps=1,
-            learning_rate=0.1,
-            max_grad_norm=0.0,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-        )
-        trainer = kind(model=AddsMeans().eval(), args=args, train_dataset=rows)
+        trainer = trainer_of(kind, AddsMeans(), 12, tmp_path)
         trainer.add_callback(BreaksOff)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         trainer.remove_callback(BreaksOff)
+        found.append(figures(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_model_that_is_changed_is_noticed(tmp_path: Path) -> None:
+    """In training it is refused; afterwards it is what is evaluated. So are optimizers of one's own."""
+    from transformers import TrainerCallback
+
+    from pipeloom.integrations.transformers import PipelineTrainer
+
+    class Unfreezes(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.layers[0].weight.requires_grad_(False)
+
+    class OwnOptimizer(PipelineTrainer):
+        def create_optimizer(self, model: nn.Module | None = None) -> Any:
+            raise AssertionError
+
+    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
+    before = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        trainer.model.layers[2].weight.zero_()
+    assert trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-3)
+    trainer.add_callback(Unfreezes)
+    with pytest.raises(ConfigError, match="changed"):
         trainer.train()
-        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert len(losses[0]) == 4
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    with pytest.raises(ConfigError, match="optimizer"):
+        trainer_of(OwnOptimizer, AddsMeans(), 8, tmp_path)
 
 
 @pytest.mark.slow

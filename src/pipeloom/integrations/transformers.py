@@ -25,8 +25,9 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
+from ..runtime.batches import microbatch_rows
 from ..tracer.job_calls import evaluation_mode
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated, with_enough_rows
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -34,8 +35,8 @@ SCHEDULER_FILE = "scheduler.pt"
 _RATES = ("lr", "initial_lr")
 """What a scheduler keeps in a group of its optimizer."""
 
-_COUNT = "batches_of_update"
-"""The last update of an epoch may have fewer batches than the others."""
+_SHARE = "share_of_update"
+"""What `PipelineTrainer._shares` says of a batch."""
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun puts into the environment, and accelerate reads."""
@@ -47,11 +48,12 @@ class PipelineTrainer(Trainer):
     It takes what `Trainer` takes. Losses, learning rates, logs, metrics and files are those of a `Trainer` in
     one process, but for dropout, which draws other numbers.
 
-    pipeline: keywords of `Pipeline`, as {"microbatches": 8, "memory": "16GiB"}; by default a batch is split
-        into as many micro-batches as there are gradient accumulation steps, or 8.
+    pipeline: keywords of `Pipeline`, as {"microbatches": 8, "memory": "16GiB"}; by default there are as many
+        micro-batches as gradient accumulation steps, or 8. What `compute_loss` or `compute_loss_func` make
+        need be no mean over rows: unless it is a sum over `num_items_in_batch`, batches then stay whole.
 
-    Raises: ConfigError for what a pipeline cannot do: float16, an optimizer that was made already; and all
-        that `Pipeline` raises.
+    Raises: ConfigError for what a pipeline cannot do: float16, an optimizer that was made already or that a
+        subclass makes, weights of `trainer.model` that change in training; and all that `Pipeline` raises.
     """
 
     model: Any
@@ -70,14 +72,24 @@ class PipelineTrainer(Trainer):
     ) -> None:
         args = args or TrainingArguments(output_dir="tmp_trainer")  # as a Trainer does
         given = signature(Trainer.__init__).bind(self, model, args, *more, **kwargs).arguments
-        _refuse(args, given.get("optimizers", (None, None)))
+        self._refuse(args, given.get("optimizers", (None, None)))
         _as_one_process(args)
         self.pipe: Pipeline | None = None
         self._settings = dict(pipeline or {})
         self._gathered: list[dict[str, Any]] = []
-        self._adds_means = False
+        self._labelled = self._counted = self._is_scaled = self._stays_whole = False
+        self._seen: list[tuple[bool, int]] = []
         super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
+
+    def _refuse(self, args: Any, optimizers: Any) -> None:
+        if args.fp16:
+            raise ConfigError("fp16 is asked for", hint="use bf16, which needs no scaling of the loss")
+        if type(self).create_optimizer is not PipelineTrainer.create_optimizer or optimizers[0] is not None:
+            raise ConfigError(
+                "the optimizer is made for the whole model, and no rank has all parameters",
+                hint="name it in the arguments, or give optimizer_cls_and_kwargs",
+            )
 
     # Training
 
@@ -87,8 +99,8 @@ class PipelineTrainer(Trainer):
         assert self.pipe is not None
         self._gathered = []  # an earlier train() may have stopped within an update
         groups = self.pipe.weights.optimizers[0].param_groups
-        rates = [{"params": [nn.Parameter(torch.zeros(()))], "lr": group["lr"]} for group in groups]
-        self.optimizer = stand_in = _LearningRates(rates)
+        stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups]
+        self.optimizer = stand_in = _StandIn(stand_ins)
         return stand_in
 
     def training_step(
@@ -99,13 +111,17 @@ class PipelineTrainer(Trainer):
         self._gathered.append(dict(inputs))
         if len(self._gathered) < self.current_gradient_accumulation_steps:
             return torch.zeros(())
-        batch = self._with_count(_joined(self._gathered), len(self._gathered))
-        self._gathered = []
-        batch = with_enough_rows(batch, _rows(batch), self.pipe)  # the last of an epoch may have few
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.pipe.weights.optimizers[0].param_groups, rates, strict=True):
-            group["lr"] = rate
-        return torch.tensor(self.pipe.step(batch if self.pipe.rank == 0 else None))
+        if self._seen != self._model_state():
+            raise ConfigError(
+                "weights of trainer.model, or which of them learn, were changed while the ranks train theirs",
+                hint="change the model before train(), and call that again",
+            )
+        batches, self._gathered = self._shares(self._gathered, self.pipe.plan.microbatches), []
+        for group, told in zip(
+            self.pipe.weights.optimizers[0].param_groups, self.optimizer.param_groups, strict=True
+        ):
+            group.update({key: told[key] for key in group if key != "params"})
+        return torch.tensor(self.pipe.step(batches if self.pipe.rank == 0 else None))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """The pipeline has clipped them."""
@@ -119,7 +135,12 @@ class PipelineTrainer(Trainer):
         outcome = super().train(*args, **kwargs)
         if self.pipe is not None:
             self.model.load_state_dict(self.pipe.state_dict(frozen=False), strict=False)
+            self._seen = self._model_state()
         return outcome
+
+    def _model_state(self) -> list[tuple[bool, int]]:
+        """What tells that somebody has changed `trainer.model`, of which the pipeline has copies."""
+        return [(p.requires_grad, p._version) for p in self.model.parameters()]
 
     # Evaluation
 
@@ -139,9 +160,12 @@ class PipelineTrainer(Trainer):
         if self.pipe is None:
             self._open_pipeline([inputs], 1)
         assert self.pipe is not None
-        rows = _rows(inputs)
-        counted = self._with_count(inputs, 1)
-        batch = repeated(counted, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
+        if self._seen != self._model_state() and not self.is_in_train:
+            self.pipe.load_state_dict(self.model.state_dict())
+            self._seen = self._model_state()
+        rows, parts = _rows(inputs), self.pipe.plan.microbatches
+        batches = self._shares([inputs if self._stays_whole else repeated(inputs, rows, parts)], parts)
+        batch = batches if self.pipe.rank == 0 else None
         if prediction_loss_only:
             return torch.tensor(self.pipe.evaluate(batch)), None, None
         loss, outputs = self.pipe.outputs(batch)
@@ -161,59 +185,128 @@ class PipelineTrainer(Trainer):
         args = self.args
         self.model.train()  # it is not after from_pretrained; a Trainer's own training_step does so
         clip = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-        settings: dict[str, Any] = {"microbatches": count} if count > 1 else {}
-        settings |= {"clip_norm": clip, "seed": args.seed, **self._settings}
+        settings: dict[str, Any] = {"clip_norm": clip, "seed": args.seed}
         if args.bf16:
             settings["autocast"] = torch.bfloat16
         with random_kept():
             taken = [dict(batch) for _, batch in zip(range(count), batches, strict=False)]
-            counted = "labels" in taken[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func)
-            self._adds_means = bool(count > 1 and counted and self._ignores_items(taken[0]))
+            self._labelled = "labels" in taken[0]
+            self._counted = self._labelled and bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
+            scaled = getattr(self, "loss_is_scaled_for_ga", None)
+            self._is_scaled = bool(self._counted or self.compute_loss_func) if scaled is None else scaled
+            self._stays_whole = self._has_own_loss and not self._is_sum_over_items(taken[0])
+            if count > 1 or self._stays_whole:
+                settings["microbatches"] = count
+            settings |= self._settings
             self.pipe = Pipeline(
-                self._copied_model if counted else self.model,
-                example=self._with_count(_joined(taken), count),
-                loss=self._loss_of_outputs if self.label_smoother or self.compute_loss_func else None,
+                self._copied_model,
+                example=_joined(self._shares(taken, count)),
+                loss=self._loss_of_outputs if self._loss_is_outside else None,
                 optimizer=self._make_optimizer,
-                weight=(lambda batch: self._items(batch["labels"]))
-                if counted and not self._adds_means
-                else None,
+                weight=self._weight,
                 data="first",
                 **settings,
             )
-
         require_same_weights(self.pipe.watch, self.model, self.pipe.options.timeout_s)
+        self._seen = self._model_state()
+
+    # A Trainer adds up the losses L_b of an update's batches, each told the number N of all their labels, or
+    # takes their mean: then scale is 1, else the number of batches,
+    #
+    #     loss = scale / batches * sum_b L_b(N)
+    #
+    # A pipeline takes the mean over micro-batches by weight. Micro-batch m with i_m of the i_b labels of its
+    # batch counts i_m / i_b, and is told of N i_m / i_b labels. So it is the same for a sum over labels that
+    # is divided by how many it is told of, for a mean over labels, and for what is added to either.
+
+    def _shares(self, batches: list[dict[str, Any]], parts: int) -> list[dict[str, Any]]:
+        """The batches of an update, each with rows enough for its micro-batches, and in each row what one
+        micro-batch has to know: labels of its batch by which it counts, what its own are multiplied with,
+        and the number of batches. Where there are more batches than `parts`, several are one."""
+        counts = [self._count(batch) for batch in batches]
+        heard = sum(count > 0 for count in counts)
+        groups, start = [], 0
+        sizes = microbatch_rows(len(batches), min(parts, len(batches)))
+        for size, pieces in zip(sizes, microbatch_rows(parts, len(sizes)), strict=True):
+            chosen = slice(start, start := start + size)
+            batch, own = _joined(batches[chosen]), sum(counts[chosen])
+            several = sum(count > 0 for count in counts[chosen]) or 1
+            rows = _rows(batch)
+            if rows < pieces or self._stays_whole:  # the last update of an epoch may have few
+                batch = repeated(batch, rows, pieces * rows if self._stays_whole else pieces)
+            times = _rows(batch) / rows
+            told = [own * times / several or 1.0, several * sum(counts) / own if own else 1.0, float(heard)]
+            groups.append({**batch, _SHARE: torch.tensor([told] * _rows(batch))})
+        return groups
+
+    def _count(self, batch: Mapping[str, Tensor]) -> float:
+        return float(self._items(batch["labels"])) if self._labelled else float(_rows(batch))
+
+    def _weight(self, batch: Mapping[str, Tensor]) -> float:
+        return self._count(batch) / float(batch[_SHARE][0, 0])
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss
+
+    @property
+    def _loss_is_outside(self) -> bool:
+        """Whether a loss of the Trainer's is computed of the model's outputs."""
+        own = type(self).compute_loss is not Trainer.compute_loss
+        return not own and bool(self.label_smoother or self.compute_loss_func)
+
+    def _is_sum_over_items(self, batch: dict[str, Any]) -> bool:
+        """Whether a loss of the user's is divided by the number of labels that it is told of."""
+        if not self._counted:
+            return False
+        with evaluation_mode(self.model), torch.no_grad():
+            once, half = (
+                float(self.compute_loss(self.model, dict(batch), num_items_in_batch=torch.tensor(n)))  # type: ignore[arg-type]
+                for n in (1, 2)
+            )
+        return once != 0 and math.isclose(once, 2 * half, rel_tol=1e-4)
 
     def _copied_model(self) -> nn.Module:
-        """A copy whose losses are a Trainer's: sums over tokens, divided by the number of its labels."""
+        """A copy whose losses are those of a Trainer, as far as the model computes them."""
         with torch.utils._python_dispatch._disable_current_modes():
             model: nn.Module = copy.deepcopy(self.model)
         forward = model.forward
 
-        def adding_means(**batch: Tensor) -> Any:
-            count = batch.pop(_COUNT)[0]
-            outputs = forward(**batch)
-            return {**outputs, "loss": outputs["loss"] * count.to(outputs["loss"].dtype)}
+        def with_loss(**batch: Tensor) -> Any:
+            told = batch.pop(_SHARE)[0]
+            items = self._told_items(batch, told)
+            if type(self).compute_loss is not Trainer.compute_loss:
+                own = vars(model).pop("forward")
+                try:
+                    loss, outputs = self.compute_loss(
+                        model, dict(batch), return_outputs=True, num_items_in_batch=items
+                    )
+                finally:
+                    vars(model)["forward"] = own
+            else:
+                told_model = self.model_accepts_loss_kwargs and items is not None
+                outputs = forward(**batch, **({"num_items_in_batch": items} if told_model else {}))
+                if self._loss_is_outside:
+                    return outputs
+                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+            return {
+                **{str(name): value for name, value in named.items()},
+                "loss": self._scaled(loss, batch, told),
+            }
 
-        if self._adds_means:
-            model.forward = adding_means
-        elif self.model_accepts_loss_kwargs and self.label_smoother is None:
-            model.forward = lambda **batch: forward(**batch, num_items_in_batch=self._items(batch["labels"]))
+        model.forward = with_loss
         return model
 
-    def _with_count(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """A batch that tells the model of how many it is made, where it has to know."""
-        if not self._adds_means:
-            return dict(batch)
-        return {**batch, _COUNT: torch.full((_rows(batch),), float(count))}
+    def _told_items(self, batch: Mapping[str, Tensor], told: Tensor) -> Tensor | None:
+        """At least one: what has no labels is divided by it, too."""
+        return (self._items(batch["labels"]) * told[1]).clamp(min=1) if self._counted else None
 
-    def _ignores_items(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the model's loss is a mean, however many labels it is told that there are. Then a Trainer
-        adds up the means of an update's batches."""
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            return False
-        with evaluation_mode(self.model), torch.no_grad():
-            losses = [self.model(**batch, num_items_in_batch=torch.tensor(n))["loss"] for n in (1, 2)]
-        return bool(losses[0] == losses[1] != 0)
+    def _scaled(self, loss: Tensor, batch: Mapping[str, Tensor], told: Tensor) -> Tensor:
+        """Without labels a mean over them is not a number: it counts for nothing, and is 0 here."""
+        if self._labelled:
+            loss = torch.where(self._items(batch["labels"]) > 0, loss, torch.zeros_like(loss))
+        return loss * told[2].to(loss.dtype) if self._is_scaled else loss
 
     def _make_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> Optimizer:
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -231,15 +324,15 @@ class PipelineTrainer(Trainer):
         return optimizer
 
     def _loss_of_outputs(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor
-        labels, items = batch["labels"], self._items(batch["labels"])
+        labels, told = batch["labels"], batch[_SHARE][0]
+        items = self._told_items(batch, told)
         if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=items)
+            loss: Tensor = self.compute_loss_func(outputs, labels, num_items_in_batch=items)
         else:
             kind = type(unwrap_peft_model(self.model)).__name__  # type: ignore[no-untyped-call]
             shifts = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             loss = self.label_smoother(outputs, labels, shift_labels=shifts, num_items_in_batch=items)
-        return loss
+        return self._scaled(loss, batch, told)
 
     def _items(self, labels: Tensor) -> Tensor:
         """Labels as a Trainer counts them."""
@@ -321,24 +414,14 @@ class PipelineTrainer(Trainer):
         load_optimizer_states(self.pipe, saved)
 
 
-class _LearningRates(SGD):
-    """The learning rates that the scheduler changes. The pipeline's own optimizer steps."""
+class _StandIn(SGD):
+    """What schedulers and callbacks change. The pipeline's own optimizer steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, lr=groups[0]["lr"])
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Done by the pipeline."""
-
-
-def _refuse(args: Any, optimizers: Any) -> None:
-    if args.fp16:
-        raise ConfigError("fp16 is asked for", hint="use bf16, which needs no scaling of the loss")
-    if optimizers[0] is not None:
-        raise ConfigError(
-            "the optimizer was made already, and no rank has all parameters",
-            hint="name it in the arguments, or give optimizer_cls_and_kwargs",
-        )
 
 
 def _as_one_process(args: Any) -> None:

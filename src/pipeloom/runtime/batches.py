@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ir.errors import BatchError, CommunicationError, of_type
 from ..ir.stages import StageGraph
 from ..ir.user_code import call_own
-from ..tracer.job_calls import common_rows
+from ..tracer.job_calls import JoinedBatches, common_rows
 from .channel import Channel
 from .rank import Microbatch
 
@@ -43,19 +43,25 @@ def checksum_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of nearly equal size, contiguous as the stages were traced.
+    """Micro-batches of nearly equal size, contiguous as the stages were traced; of several batches each by
+    itself.
 
     Raises: BatchError as `common_rows` does, or if there are fewer rows than parts.
     """
-    count = common_rows(batch)
-    if count < parts:
-        raise BatchError(
-            f"a batch of {count} rows cannot be split into {parts} micro-batches",
-            hint=f"give at least {parts} rows, or plan with fewer micro-batches",
-        )
-    sizes = microbatch_rows(count, parts)
-    pieces = [map(Tensor.contiguous, torch.split(tensor, sizes)) for tensor in batch.values()]
-    return [dict(zip(batch, part, strict=True)) for part in zip(*pieces, strict=True)]
+    common = common_rows(batch)
+    rows = batch.rows if isinstance(batch, JoinedBatches) else (common,)
+    sizes: list[int] = []
+    for count, pieces in zip(rows, microbatch_rows(parts, len(rows)), strict=True):
+        if not 0 < pieces <= count:
+            raise BatchError(
+                f"a batch of {count} rows cannot be split into {pieces} micro-batches",
+                hint=f"give at least {pieces} rows, or plan with fewer micro-batches"
+                if pieces
+                else f"plan with a micro-batch for each of the {len(rows)} batches of a step",
+            )
+        sizes += microbatch_rows(count, pieces)
+    split = [map(Tensor.contiguous, torch.split(tensor, sizes)) for tensor in batch.values()]
+    return [dict(zip(batch, part, strict=True)) for part in zip(*split, strict=True)]
 
 
 def microbatch_rows(rows: int, parts: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ir.errors import BatchError
 from ..ir.graph import Value
+from ..tracer.job_calls import JoinedBatches
 from .channel import Channel
 from .messages import Message
 
@@ -46,13 +47,16 @@ class FirstBatches:
         Raises: BatchError, on all ranks, if it is no batch.
         """
         channel, tensors, refusal = self.channel, dict[str, Tensor](), None
+        rows: tuple[int, ...] = ()
         if channel.rank == 0 and batch is not None:
             try:
-                tensors = {name: tensor.contiguous() for name, tensor in self._tensors(batch).items()}
+                tensors = self._tensors(batch)
+                rows = getattr(tensors, "rows", ())
+                tensors.update({name: tensor.contiguous() for name, tensor in tensors.items()})
             except BatchError as error:
                 refusal = error
         shapes = None if batch is None else {n: (tuple(t.shape), _name(t.dtype)) for n, t in tensors.items()}
-        shapes = channel.agree(refusal, shapes)[0]
+        shapes, rows = channel.agree(refusal, (shapes, rows))[0]
         if shapes is None:
             return None
         if whole or self._whole:
@@ -66,6 +70,9 @@ class FirstBatches:
                 channel.send(message, [tensors[value.name] for value in message.values])
         if channel.rank == 0:
             channel.end()
+        elif rows:
+            tensors = JoinedBatches(tensors)
+            tensors.rows = rows
         return tensors
 
     def _message(self, rank: int, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Message:

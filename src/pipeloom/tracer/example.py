@@ -16,7 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 from ..ir.errors import BatchError, ConfigError, of_type
 from ..ir.user_code import at, own_definition
 from .job import Job
-from .job_calls import common_rows
+from .job_calls import JoinedBatches, common_rows
 from .shared_memory import refuse_shared_memory
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
@@ -34,10 +34,12 @@ class BatchForm:
     rows: int | None = None
 
     def tensors(self, batch: Batch | None) -> dict[str, Tensor]:
-        """A batch as named tensors. What is None in a dictionary is left out.
+        """A batch as named tensors; a list of batches as one. What is None in a dictionary is left out.
 
         Raises: BatchError if it is made otherwise, or of something that is no tensor.
         """
+        if isinstance(batch, list) and batch and all(map(self._is_batch, batch)):
+            return JoinedBatches.of([self.tensors(part) for part in batch])
         if batch is None or isinstance(batch, Mapping) != (self.names is None):
             expected = "a dictionary" if self.names is None else f"{len(self.names)} tensors in a row"
             raise BatchError(
@@ -63,6 +65,9 @@ class BatchForm:
                     "are to be flattened into one dictionary",
                 )
         return named
+
+    def _is_batch(self, part: Any) -> bool:
+        return isinstance(part, Mapping) if self.names is None else isinstance(part, list | tuple)
 
 
 class ExampleJob(Job):
@@ -163,8 +168,14 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module
 
     def copied() -> nn.Module:
         """The module is real, whatever its copy is made for."""
-        with no_dispatch(), torch.utils._python_dispatch._disable_current_modes():
-            return copy.deepcopy(model)
+        try:
+            with no_dispatch(), torch.utils._python_dispatch._disable_current_modes():
+                return copy.deepcopy(model)
+        except RuntimeError as error:  # weight_norm of old keeps what it has computed, which has a history
+            raise ConfigError(
+                f"{type(model).__name__} cannot be copied: {error}",
+                hint="give a function that makes it, as lambda: Net(config)",
+            ) from error
 
     return copied
 

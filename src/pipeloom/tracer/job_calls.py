@@ -49,6 +49,29 @@ def common_rows(batch: Mapping[str, Tensor]) -> int:
     return first
 
 
+class JoinedBatches(dict[str, Tensor]):
+    """Several batches of one step as one, which is not to be split anywhere else than they were.
+
+    rows: of each.
+    """
+
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batches: Sequence[Mapping[str, Tensor]]) -> JoinedBatches:
+        """Raises: BatchError if they differ in more than their rows, or one has other rows than it should."""
+        rows = tuple(map(common_rows, batches))
+        try:
+            joined = cls({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+        except (RuntimeError, KeyError) as error:
+            raise BatchError(
+                f"the batches of one step cannot be joined: {error}",
+                hint="let the collator pad them all to one length",
+            ) from None
+        joined.rows = rows
+        return joined
+
+
 def at_length(job: Job, length: int) -> Job:
     """The same job with batches of another sequence length. The length is the second dimension of the first
     tensor; each dimension but rows that is as long is cut, or goes on from its start.
