@@ -344,8 +344,8 @@ class Pipeline:
 
         batch: tensors whose first dimension is the batch, as the example; the same on every rank, or with
             data="first" on rank 0. Its rows are spread evenly over the micro-batches; another sequence length
-            than before is captured anew. Or a list of batches, each split by itself, as gradients are
-            accumulated elsewhere.
+            than before is captured anew. Or a list of batches, each split by itself; their losses count by
+            rows, or by the job's `weight`.
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
             next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError

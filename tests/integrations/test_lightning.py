@@ -117,6 +117,11 @@ class ReadsEpoch(Module):
         return super().training_step(batch, batch_idx) * self.current_epoch
 
 
+class Freezes(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.bias.requires_grad_(batch_idx == 0)
+
+
 class LogsSum(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("odd_sum", self.net(batch[0]).square().sum())
@@ -154,6 +159,7 @@ def fit(folder: Path, module: Any, count: int = 8, strategy: Any = None, **setti
         (SeesGradients, {}, "on_after_backward"),
         (ReadsIndex, {}, "number of its batch"),
         (ReadsEpoch, {}, "current_epoch"),
+        (Freezes, {}, "changed"),
         (LogsSum, {}, "odd_sum"),
         (Module, {"accumulate_grad_batches": 2}, "accumulated"),
         (Module, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by value"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,27 @@ class SumWithMore(AddsMeans):
         return whole + 0.1 * self.layers[0].weight.square().mean()
 
 
+class MaskedMean(AddsMeans):
+    """Of no labels it is no number."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+        mask = (labels != -100).float()
+        each = nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+
+class ByClass(TakesNoNumber):
+    """Its own loss is no mean over rows."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+        return by_class({"logits": logits}, labels)
+
+
+class NoLabels(AddsMeans):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": self.layers(x)}
+
+
 def by_class(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """No mean over rows."""
     return nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 5.0, 20.0]))
@@ -92,16 +114,18 @@ def with_own_loss(kind: Any) -> Any:
     return OwnLoss
 
 
-def trainer_of(kind: Any, model: nn.Module, rows: int, folder: Path, **more: Any) -> Any:
+def trainer_of(
+    kind: Any, model: nn.Module, rows: int, folder: Path, *, accumulated: int = 4, **more: Any
+) -> Any:
     from transformers import TrainingArguments
 
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
     data = [{"x": row, "labels": number % 3 if number != 5 else -100} for number, row in enumerate(x)]
     args = TrainingArguments(
         str(folder),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=8 // accumulated,
         per_device_eval_batch_size=5,
-        gradient_accumulation_steps=4,
+        gradient_accumulation_steps=accumulated,
         num_train_epochs=2,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -109,6 +133,7 @@ def trainer_of(kind: Any, model: nn.Module, rows: int, folder: Path, **more: Any
         save_strategy="no",
         report_to=[],
         use_cpu=True,
+        label_names=["labels"],
     )
     return kind(model=model.eval(), args=args, train_dataset=data, eval_dataset=data, **more)
 
@@ -124,15 +149,21 @@ def figures(trainer: Any) -> list[float]:
     ]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("rows", [10, 11])
-@pytest.mark.parametrize("own_loss", ["", "compute_loss", "compute_loss_func"])
-@pytest.mark.parametrize("model", [AddsMeans, TakesNoNumber, SumWithMore])
+OWN = ("", "compute_loss", "compute_loss_func")
+CASES = [
+    *product((AddsMeans, TakesNoNumber, SumWithMore), OWN, (10, 11), (4,)),
+    *product((AddsMeans, MaskedMean, ByClass), OWN[:1], (10, 11), (1, 4)),
+    (NoLabels, "compute_loss_func", 11, 4),
+]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("model", "own_loss", "rows", "accumulated"), CASES)
 def test_losses_are_those_of_a_trainer_whatever_they_are(
-    tmp_path: Path, model: type[nn.Module], own_loss: str, rows: int
+    tmp_path: Path, model: type[nn.Module], own_loss: str, rows: int, accumulated: int
 ) -> None:
     """The last update of an epoch has one batch, or two of which one is of a single row; one row has no
-    label."""
+    label. Also where train() is called again."""
     from transformers import Trainer
 
     from pipeloom.integrations.transformers import PipelineTrainer
@@ -176,6 +207,16 @@ def test_a_model_that_is_changed_is_noticed(tmp_path: Path) -> None:
     class Unfreezes(TrainerCallback):
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
             model.layers[0].weight.requires_grad_(False)
+
+    class Averages(TrainerCallback):
+        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
+
+    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
+    trainer.add_callback(Averages)
+    trainer.train()
+    halved = {name: 2 * tensor for name, tensor in trainer.model.state_dict().items()}
+    torch.testing.assert_close(halved, trainer.pipe.state_dict())
 
     class OwnOptimizer(PipelineTrainer):
         def create_optimizer(self, model: nn.Module | None = None) -> Any:

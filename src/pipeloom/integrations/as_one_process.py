@@ -8,7 +8,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ir.graph import PartRows
 from ..pipeline import Pipeline
@@ -65,6 +65,11 @@ def load_optimizer_states(pipe: Pipeline, states: Mapping[str, Mapping[str, Any]
 
 def _has_rows(value: Any, part: PartRows) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.stop - part.start
+
+
+def state_of(model: nn.Module) -> list[tuple[bool, int]]:
+    """What tells that somebody has changed a model of which the ranks have copies."""
+    return [(tensor.requires_grad, tensor._version) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def repeated(batch: Any, rows: int, parts: int) -> Any:

@@ -37,6 +37,7 @@ from .as_one_process import (
     optimizer_states,
     random_kept,
     repeated,
+    state_of,
     with_enough_rows,
 )
 
@@ -94,6 +95,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._trainer: Any = None
         self._steps = _Steps()
         self._fits = self._updates = False
+        self._modes: dict[str, bool] = {}
+        self._seen: list[tuple[bool, int]] = []
 
     # What Lightning asks of several processes
 
@@ -131,6 +134,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._fits = trainer.state.fn == "fit"
         if self._fits:
             _refuse(trainer, self.lightning_module)
+            # Later it may be validating, as for the sanity check, with the module in evaluation mode.
+            self._modes = {name: each.training for name, each in self.lightning_module.named_modules()}
         super().setup(trainer)
 
     # Training
@@ -154,6 +159,12 @@ class PipelineStrategy(SingleDeviceStrategy):
                 hint="let optimizer_step give its closure to the optimizer for every batch",
             )
         pipe = self._opened(batch)
+        if self._seen != state_of(self.lightning_module):
+            raise ConfigError(
+                "weights or buffers of the module, or which of them learn, were changed while ranks train "
+                "theirs",
+                hint="change them before fit(), and call that again",
+            )
         for optimizer in pipe.weights.optimizers:
             for group, lightning in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
                 group.update({key: value for key, value in lightning.items() if key != "params"})
@@ -214,11 +225,14 @@ class PipelineStrategy(SingleDeviceStrategy):
         if self.pipe is None:
             with random_kept(), torch.inference_mode(False), torch.enable_grad():
                 self.pipe = self._open(batch)
+                self._seen = state_of(self.lightning_module)
         return self.pipe
 
     def _open(self, batch: Any) -> Pipeline:
         trainer, module = self._trainer, self.lightning_module
         copied = _with_steps_as_forward(module, batch)
+        for name, each in copied.named_modules():
+            each.training = self._modes[name]
         weight = self._settings.get("weight")
         self._steps = self._by_rank_0(lambda: _look_at_steps(copied, batch, weighted=weight is not None))
         if self._steps.dropped and self.is_global_zero:
@@ -385,7 +399,7 @@ def _not_known(name: str) -> property:
     def refuse(self: Any) -> Any:
         raise ConfigError(
             f"a step reads self.{name}, and is captured once for all batches",
-            hint="read it in a hook, as on_train_batch_start",
+            hint="let the loader put into the batch what depends on it",
         )
 
     return property(refuse)
@@ -402,7 +416,7 @@ class _NoIndex:
 def _refuse_index(*args: Any) -> Any:
     raise ConfigError(
         "a step reads the number of its batch, and is captured once for all batches",
-        hint="read it in a hook, as on_train_batch_start",
+        hint="let the loader put into the batch what depends on it",
     )
 
 

@@ -8,9 +8,10 @@ are there, which are then one step of the pipeline, update included; its optimiz
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -27,7 +28,9 @@ from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
 from ..runtime.batches import microbatch_rows
 from ..tracer.job_calls import evaluation_mode
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated, state_of
+
+_log = logging.getLogger("pipeloom")
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -46,14 +49,16 @@ class PipelineTrainer(Trainer):
     """A `transformers.Trainer` whose model is trained by all processes that torchrun has started together.
 
     It takes what `Trainer` takes. Losses, learning rates, logs, metrics and files are those of a `Trainer` in
-    one process, but for dropout, which draws other numbers.
+    one process, but for dropout, which draws other numbers. The weights of `trainer.model` are those of the
+    last epoch's end.
 
     pipeline: keywords of `Pipeline`, as {"microbatches": 8, "memory": "16GiB"}; by default there are as many
-        micro-batches as gradient accumulation steps, or 8. What `compute_loss` or `compute_loss_func` make
-        need be no mean over rows: unless it is a sum over `num_items_in_batch`, batches then stay whole.
+        micro-batches as gradient accumulation steps, or 8. A loss need be no mean over rows or labels: if its
+        first batch shows that it is none, batches are not split, and accumulation alone gives micro-batches.
 
     Raises: ConfigError for what a pipeline cannot do: float16, an optimizer that was made already or that a
-        subclass makes, weights of `trainer.model` that change in training; and all that `Pipeline` raises.
+        subclass makes, weights of `trainer.model` that change in training, fewer micro-batches than batches
+        of an update, generation; and all that `Pipeline` raises.
     """
 
     model: Any
@@ -81,10 +86,16 @@ class PipelineTrainer(Trainer):
         self._seen: list[tuple[bool, int]] = []
         super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
+        self.callback_handler.callbacks.insert(0, _SeesWeights(self._take_weights))
 
     def _refuse(self, args: Any, optimizers: Any) -> None:
         if args.fp16:
             raise ConfigError("fp16 is asked for", hint="use bf16, which needs no scaling of the loss")
+        if getattr(args, "predict_with_generate", False):
+            raise ConfigError(
+                "predictions are to be generated, and the pipeline ends in the loss",
+                hint="leave predict_with_generate out, and generate with trainer.model after train()",
+            )
         if type(self).create_optimizer is not PipelineTrainer.create_optimizer or optimizers[0] is not None:
             raise ConfigError(
                 "the optimizer is made for the whole model, and no rank has all parameters",
@@ -95,8 +106,10 @@ class PipelineTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The pipeline, anew from the weights that `self.model` has; and a stand-in for its optimizer."""
+        known = optimizer_states(self.pipe) if self.pipe is not None and self.optimizer is not None else {}
         self._open_pipeline(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         assert self.pipe is not None
+        load_optimizer_states(self.pipe, known)  # of an earlier train()
         self._gathered = []  # an earlier train() may have stopped within an update
         groups = self.pipe.weights.optimizers[0].param_groups
         stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups]
@@ -111,12 +124,9 @@ class PipelineTrainer(Trainer):
         self._gathered.append(dict(inputs))
         if len(self._gathered) < self.current_gradient_accumulation_steps:
             return torch.zeros(())
-        if self._seen != self._model_state():
-            raise ConfigError(
-                "weights of trainer.model, or which of them learn, were changed while the ranks train theirs",
-                hint="change the model before train(), and call that again",
-            )
-        batches, self._gathered = self._shares(self._gathered, self.pipe.plan.microbatches), []
+        self._refuse_changes()
+        batches = self._shares(self._gathered, self.pipe.plan.microbatches, trains=True)
+        self._gathered = []
         for group, told in zip(
             self.pipe.weights.optimizers[0].param_groups, self.optimizer.param_groups, strict=True
         ):
@@ -131,16 +141,18 @@ class PipelineTrainer(Trainer):
         assert self.pipe is not None
         return torch.tensor(self.pipe.grad_norm)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        outcome = super().train(*args, **kwargs)
-        if self.pipe is not None:
-            self.model.load_state_dict(self.pipe.state_dict(frozen=False), strict=False)
-            self._seen = self._model_state()
-        return outcome
+    def _refuse_changes(self) -> None:
+        if self._seen != state_of(self.model):
+            raise ConfigError(
+                "weights of trainer.model, or which of them learn, were changed while the ranks train theirs",
+                hint="change the model before train(), and call that again",
+            )
 
-    def _model_state(self) -> list[tuple[bool, int]]:
-        """What tells that somebody has changed `trainer.model`, of which the pipeline has copies."""
-        return [(p.requires_grad, p._version) for p in self.model.parameters()]
+    def _take_weights(self) -> None:
+        if self.pipe is not None:
+            self._refuse_changes()
+            self.model.load_state_dict(self.pipe.state_dict(frozen=False), strict=False)
+            self._seen = state_of(self.model)
 
     # Evaluation
 
@@ -160,18 +172,19 @@ class PipelineTrainer(Trainer):
         if self.pipe is None:
             self._open_pipeline([inputs], 1)
         assert self.pipe is not None
-        if self._seen != self._model_state() and not self.is_in_train:
+        if self.is_in_train:
+            self._refuse_changes()
+        elif self._seen != state_of(self.model):
             self.pipe.load_state_dict(self.model.state_dict())
-            self._seen = self._model_state()
+            self._seen = state_of(self.model)
         rows, parts = _rows(inputs), self.pipe.plan.microbatches
         batches = self._shares([inputs if self._stays_whole else repeated(inputs, rows, parts)], parts)
         batch = batches if self.pipe.rank == 0 else None
         if prediction_loss_only:
             return torch.tensor(self.pipe.evaluate(batch)), None, None
         loss, outputs = self.pipe.outputs(batch)
-        ignored = ignore_keys or getattr(
-            self.model.config, "keys_to_ignore_at_inference", ["past_key_values"]
-        )
+        config = getattr(self.model, "config", None)
+        ignored = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         kept = tuple(tensor[:rows] for name, tensor in outputs.items() if name not in ignored)
         labels = tuple(inputs[name] for name in self.label_names)
         return torch.tensor(loss), _alone(kept), _alone(labels) if labels else None
@@ -183,6 +196,7 @@ class PipelineTrainer(Trainer):
         if self.pipe is not None:
             self.pipe.close()
         args = self.args
+        mode = self.model.training
         self.model.train()  # it is not after from_pretrained; a Trainer's own training_step does so
         clip = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
         settings: dict[str, Any] = {"clip_norm": clip, "seed": args.seed}
@@ -194,10 +208,9 @@ class PipelineTrainer(Trainer):
             self._counted = self._labelled and bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
             scaled = getattr(self, "loss_is_scaled_for_ga", None)
             self._is_scaled = bool(self._counted or self.compute_loss_func) if scaled is None else scaled
-            self._stays_whole = self._has_own_loss and not self._is_sum_over_items(taken[0])
+            self._stays_whole = not self._may_be_split(taken[0])
             if count > 1 or self._stays_whole:
                 settings["microbatches"] = count
-            settings |= self._settings
             self.pipe = Pipeline(
                 self._copied_model,
                 example=_joined(self._shares(taken, count)),
@@ -205,10 +218,19 @@ class PipelineTrainer(Trainer):
                 optimizer=self._make_optimizer,
                 weight=self._weight,
                 data="first",
-                **settings,
+                **settings | self._settings,
             )
+        parts = self.pipe.plan.microbatches
+        if parts < count or (parts > count and self._stays_whole):
+            self.pipe.close()
+            raise ConfigError(
+                f"{parts} micro-batches are asked for, and an update has {count} batches"
+                + (", whose loss is no mean, so that they stay whole" if parts > count else ""),
+                hint="leave microbatches out, or let gradient_accumulation_steps be as many",
+            )
+        self.model.train(mode)
         require_same_weights(self.pipe.watch, self.model, self.pipe.options.timeout_s)
-        self._seen = self._model_state()
+        self._seen = state_of(self.model)
 
     # A Trainer adds up the losses L_b of an update's batches, each told the number N of all their labels, or
     # takes their mean: then scale is 1, else the number of batches,
@@ -217,54 +239,88 @@ class PipelineTrainer(Trainer):
     #
     # A pipeline takes the mean over micro-batches by weight. Micro-batch m with i_m of the i_b labels of its
     # batch counts i_m / i_b, and is told of N i_m / i_b labels. So it is the same for a sum over labels that
-    # is divided by how many it is told of, for a mean over labels, and for what is added to either.
+    # is divided by how many it is told of, for a mean over labels, and for what is added to either. A batch
+    # without labels counts by rows.
 
-    def _shares(self, batches: list[dict[str, Any]], parts: int) -> list[dict[str, Any]]:
+    def _shares(
+        self, batches: list[dict[str, Any]], parts: int, *, trains: bool = False
+    ) -> list[dict[str, Any]]:
         """The batches of an update, each with rows enough for its micro-batches, and in each row what one
-        micro-batch has to know: labels of its batch by which it counts, what its own are multiplied with,
-        and the number of batches. Where there are more batches than `parts`, several are one."""
-        counts = [self._count(batch) for batch in batches]
-        heard = sum(count > 0 for count in counts)
-        groups, start = [], 0
-        sizes = microbatch_rows(len(batches), min(parts, len(batches)))
-        for size, pieces in zip(sizes, microbatch_rows(parts, len(sizes)), strict=True):
-            chosen = slice(start, start := start + size)
-            batch, own = _joined(batches[chosen]), sum(counts[chosen])
-            several = sum(count > 0 for count in counts[chosen]) or 1
+        micro-batch has to know: by what it counts (labels of its batch; if it has none, its rows, below 0),
+        what its own labels are multiplied with (or of how many it is told), and the number of batches.
+
+        trains: a micro-batch without labels, whose mean would be no number, has rows of others, and counts 0.
+        """
+        counts, told = [self._count(batch) for batch in batches], []
+        total = sum(self._labels(batch) for batch in batches)
+        for batch, own, pieces in zip(batches, counts, microbatch_rows(parts, len(batches)), strict=True):
             rows = _rows(batch)
             if rows < pieces or self._stays_whole:  # the last update of an epoch may have few
                 batch = repeated(batch, rows, pieces * rows if self._stays_whole else pieces)
             times = _rows(batch) / rows
-            told = [own * times / several or 1.0, several * sum(counts) / own if own else 1.0, float(heard)]
-            groups.append({**batch, _SHARE: torch.tensor([told] * _rows(batch))})
-        return groups
+            share = [own * times, total / own, len(batches)] if own else [-times * rows, total, len(batches)]
+            shares = torch.tensor([share] * _rows(batch))
+            if own and self._labelled and trains:
+                batch, shares = self._without_unlabelled(batch, shares, pieces)
+            told.append({**batch, _SHARE: shares})
+        return told
+
+    def _without_unlabelled(
+        self, batch: dict[str, Any], shares: Tensor, pieces: int
+    ) -> tuple[dict[str, Any], Tensor]:
+        rows, start = torch.arange(_rows(batch)), 0
+        labelled = next(row for row in rows if self._labels(_rows_of(batch, rows[row : row + 1])))
+        for size in microbatch_rows(len(rows), pieces):
+            chosen = slice(start, start := start + size)
+            if not self._labels(_rows_of(batch, rows[chosen])):
+                rows[chosen], shares[chosen, 0] = labelled, math.inf
+        return _rows_of(batch, rows), shares
+
+    def _labels(self, batch: Mapping[str, Tensor]) -> float:
+        return float(self._items(batch["labels"])) if self._labelled else 0.0
 
     def _count(self, batch: Mapping[str, Tensor]) -> float:
-        return float(self._items(batch["labels"])) if self._labelled else float(_rows(batch))
+        return self._labels(batch) if self._labelled else float(_rows(batch))
 
     def _weight(self, batch: Mapping[str, Tensor]) -> float:
-        return self._count(batch) / float(batch[_SHARE][0, 0])
+        of_batch = float(batch[_SHARE][0, 0])
+        return self._count(batch) / of_batch if of_batch > 0 else -_rows(batch) / of_batch
 
     @property
     def _has_own_loss(self) -> bool:
-        return self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss
+        return type(self).compute_loss is not Trainer.compute_loss
 
     @property
     def _loss_is_outside(self) -> bool:
         """Whether a loss of the Trainer's is computed of the model's outputs."""
-        own = type(self).compute_loss is not Trainer.compute_loss
-        return not own and bool(self.label_smoother or self.compute_loss_func)
+        return not self._has_own_loss and bool(self.label_smoother or self.compute_loss_func)
 
-    def _is_sum_over_items(self, batch: dict[str, Any]) -> bool:
-        """Whether a loss of the user's is divided by the number of labels that it is told of."""
-        if not self._counted:
-            return False
+    def _may_be_split(self, batch: dict[str, Any]) -> bool:
+        """Whether the loss of a batch is that of its halves, each counted and told of its own labels. Of
+        models of transformers that are told of labels it is."""
+        rows, model = _rows(batch), unwrap_peft_model(self.model)  # type: ignore[no-untyped-call]
+        theirs = type(model).__module__.startswith("transformers.") and self._counted
+        if rows == 1 or (theirs and not self._has_own_loss and self.compute_loss_func is None):
+            return True
+        halves = [_rows_of(batch, part) for part in torch.arange(rows).tensor_split(2)]
         with evaluation_mode(self.model), torch.no_grad():
-            once, half = (
-                float(self.compute_loss(self.model, dict(batch), num_items_in_batch=torch.tensor(n)))  # type: ignore[arg-type]
-                for n in (1, 2)
+            whole, *each = (
+                float(self.compute_loss(self.model, dict(part), num_items_in_batch=self._told(part)))  # type: ignore[arg-type]
+                for part in (batch, *halves)
             )
-        return once != 0 and math.isclose(once, 2 * half, rel_tol=1e-4)
+        counts = [self._count(half) for half in halves]
+        mean = sum(loss * count for loss, count in zip(each, counts, strict=True) if count)
+        found = math.isclose(whole, mean / (sum(counts) or 1), rel_tol=1e-4, abs_tol=1e-6)
+        if not found:
+            _log.warning(
+                "the loss of %s is no mean over labels or rows: each batch is one micro-batch, and "
+                "gradient_accumulation_steps gives the pipeline more",
+                type(model).__name__,
+            )
+        return found
+
+    def _told(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        return torch.tensor(max(1.0, self._labels(batch))) if self._counted else None
 
     def _copied_model(self) -> nn.Module:
         """A copy whose losses are those of a Trainer, as far as the model computes them."""
@@ -275,17 +331,19 @@ class PipelineTrainer(Trainer):
         def with_loss(**batch: Tensor) -> Any:
             told = batch.pop(_SHARE)[0]
             items = self._told_items(batch, told)
-            if type(self).compute_loss is not Trainer.compute_loss:
+            if self._has_own_loss:
                 own = vars(model).pop("forward")
                 try:
-                    loss, outputs = self.compute_loss(
-                        model, dict(batch), return_outputs=True, num_items_in_batch=items
+                    made: Any = self.compute_loss(
+                        model, dict(batch), return_outputs=not model.training, num_items_in_batch=items
                     )
                 finally:
                     vars(model)["forward"] = own
+                loss, outputs = (made, {}) if model.training else made
             else:
                 told_model = self.model_accepts_loss_kwargs and items is not None
-                outputs = forward(**batch, **({"num_items_in_batch": items} if told_model else {}))
+                given = {n: t for n, t in batch.items() if n != "labels" or not self._loss_is_outside}
+                outputs = forward(**given, **({"num_items_in_batch": items} if told_model else {}))
                 if self._loss_is_outside:
                     return outputs
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
@@ -299,13 +357,16 @@ class PipelineTrainer(Trainer):
         return model
 
     def _told_items(self, batch: Mapping[str, Tensor], told: Tensor) -> Tensor | None:
-        """At least one: what has no labels is divided by it, too."""
-        return (self._items(batch["labels"]) * told[1]).clamp(min=1) if self._counted else None
+        if not self._counted:
+            return None
+        own = self._items(batch["labels"])
+        return torch.where(own > 0, own * told[1], told[1]).clamp(min=1)
 
     def _scaled(self, loss: Tensor, batch: Mapping[str, Tensor], told: Tensor) -> Tensor:
-        """Without labels a mean over them is not a number: it counts for nothing, and is 0 here."""
+        """A mean over labels of a micro-batch that has none is no number: it counts for nothing, and is 0."""
         if self._labelled:
-            loss = torch.where(self._items(batch["labels"]) > 0, loss, torch.zeros_like(loss))
+            heard = (self._items(batch["labels"]) > 0) | (told[0] < 0)
+            loss = torch.where(heard, loss, torch.zeros_like(loss))
         return loss * told[2].to(loss.dtype) if self._is_scaled else loss
 
     def _make_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -368,7 +429,7 @@ class PipelineTrainer(Trainer):
         scheduler = torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: saved[key] for key in _RATES if key in saved})
+            group.update({key: value for key, value in saved.items() if key != "params"})
         assert self.pipe is not None
         self.pipe.steps_done = self.state.global_step
 
@@ -376,6 +437,7 @@ class PipelineTrainer(Trainer):
         super()._load_best_model()
         if self.pipe is not None:
             self.pipe.load_state_dict(self.model.state_dict())
+            self._seen = state_of(self.model)
 
     def _grouped_names(self) -> list[list[str]]:
         """Names of trained parameters by the groups of the optimizer."""
@@ -414,6 +476,13 @@ class PipelineTrainer(Trainer):
         load_optimizer_states(self.pipe, saved)
 
 
+class _SeesWeights(TrainerCallback):
+    """Before other callbacks: the model of the Trainer has the weights then."""
+
+    def __init__(self, take_weights: Callable[[], None]) -> None:
+        self.on_epoch_end = self.on_train_end = lambda *_, **__: take_weights()  # type: ignore[method-assign]
+
+
 class _StandIn(SGD):
     """What schedulers and callbacks change. The pipeline's own optimizer steps."""
 
@@ -443,6 +512,10 @@ def _as_one_process(args: Any) -> None:
 
 def _rows(batch: Mapping[str, Any]) -> int:
     return len(next(value for value in batch.values() if isinstance(value, Tensor)))
+
+
+def _rows_of(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class BatchForm:
         return named
 
     def _is_batch(self, part: Any) -> bool:
-        return isinstance(part, Mapping) if self.names is None else isinstance(part, list | tuple)
+        if self.names is None:
+            return isinstance(part, Mapping)
+        return isinstance(part, list | tuple) or (len(self.names) == 1 and isinstance(part, Tensor))
 
 
 class ExampleJob(Job):
