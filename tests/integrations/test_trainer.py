@@ -208,6 +208,23 @@ def test_a_model_that_is_changed_is_noticed(tmp_path: Path) -> None:
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
             model.layers[0].weight.requires_grad_(False)
 
+    class Anneals(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.scale = 0.5
+
+    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
+    trainer.model.scale = 1.0
+    trainer.add_callback(Anneals)
+    with pytest.raises(ConfigError, match="numbers"):
+        trainer.train()
+
+    class ReadsState(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+            return super().compute_loss(model, inputs, *rest, **more) * (self.state.global_step + 1)
+
+    with pytest.raises(ConfigError, match="global_step"):
+        trainer_of(ReadsState, AddsMeans(), 8, tmp_path).train()
+
     class Averages(TrainerCallback):
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
             model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})

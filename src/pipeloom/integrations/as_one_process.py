@@ -67,9 +67,18 @@ def _has_rows(value: Any, part: PartRows) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.stop - part.start
 
 
-def state_of(model: nn.Module) -> list[tuple[bool, int]]:
-    """What tells that somebody has changed a model of which the ranks have copies."""
-    return [(tensor.requires_grad, tensor._version) for tensor in (*model.parameters(), *model.buffers())]
+def state_of(model: nn.Module, *, counts: bool = True) -> list[Any]:
+    """What tells that somebody has changed a model of which the ranks have copies: its tensors, and numbers
+    in attributes of its modules. counts: also in those of its own, which may only count for its hooks."""
+    tensors = [(each.requires_grad, each._version) for each in (*model.parameters(), *model.buffers())]
+    numbers = [
+        (name, value)
+        for module in model.modules()
+        if counts or module is not model
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and name[:1] != "_" and name != "training"
+    ]
+    return [*tensors, *numbers]
 
 
 def repeated(batch: Any, rows: int, parts: int) -> Any:

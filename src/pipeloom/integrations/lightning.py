@@ -96,7 +96,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._steps = _Steps()
         self._fits = self._updates = False
         self._modes: dict[str, bool] = {}
-        self._seen: list[tuple[bool, int]] = []
+        self._seen: list[Any] = []
 
     # What Lightning asks of several processes
 
@@ -159,9 +159,9 @@ class PipelineStrategy(SingleDeviceStrategy):
                 hint="let optimizer_step give its closure to the optimizer for every batch",
             )
         pipe = self._opened(batch)
-        if self._seen != state_of(self.lightning_module):
+        if self._seen != state_of(self.lightning_module, counts=False):
             raise ConfigError(
-                "weights or buffers of the module, or which of them learn, were changed while ranks train "
+                "weights, buffers or numbers of the module, or what learns, were changed while ranks train "
                 "theirs",
                 hint="change them before fit(), and call that again",
             )
@@ -225,7 +225,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         if self.pipe is None:
             with random_kept(), torch.inference_mode(False), torch.enable_grad():
                 self.pipe = self._open(batch)
-                self._seen = state_of(self.lightning_module)
+                self._seen = state_of(self.lightning_module, counts=False)
         return self.pipe
 
     def _open(self, batch: Any) -> Pipeline:

@@ -11,7 +11,8 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class PipelineTrainer(Trainer):
         self._settings = dict(pipeline or {})
         self._gathered: list[dict[str, Any]] = []
         self._labelled = self._counted = self._is_scaled = self._stays_whole = False
-        self._seen: list[tuple[bool, int]] = []
+        self._seen: list[Any] = []
         super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
         self.callback_handler.callbacks.insert(0, _SeesWeights(self._take_weights))
@@ -144,7 +145,7 @@ class PipelineTrainer(Trainer):
     def _refuse_changes(self) -> None:
         if self._seen != state_of(self.model):
             raise ConfigError(
-                "weights of trainer.model, or which of them learn, were changed while the ranks train theirs",
+                "weights, buffers or numbers of trainer.model, or what learns, were changed in training",
                 hint="change the model before train(), and call that again",
             )
 
@@ -303,7 +304,7 @@ class PipelineTrainer(Trainer):
         if rows == 1 or (theirs and not self._has_own_loss and self.compute_loss_func is None):
             return True
         halves = [_rows_of(batch, part) for part in torch.arange(rows).tensor_split(2)]
-        with evaluation_mode(self.model), torch.no_grad():
+        with evaluation_mode(self.model), torch.no_grad(), self._state_unread():
             whole, *each = (
                 float(self.compute_loss(self.model, dict(part), num_items_in_batch=self._told(part)))  # type: ignore[arg-type]
                 for part in (batch, *halves)
@@ -318,6 +319,15 @@ class PipelineTrainer(Trainer):
                 type(model).__name__,
             )
         return found
+
+    @contextmanager
+    def _state_unread(self) -> Iterator[None]:
+        """Raises in the block: ConfigError where the loss reads how far training is: it is captured once."""
+        state, self.state = self.state, _Unread()  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.state = state
 
     def _told(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         return torch.tensor(max(1.0, self._labels(batch))) if self._counted else None
@@ -481,6 +491,14 @@ class _SeesWeights(TrainerCallback):
 
     def __init__(self, take_weights: Callable[[], None]) -> None:
         self.on_epoch_end = self.on_train_end = lambda *_, **__: take_weights()  # type: ignore[method-assign]
+
+
+class _Unread:
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            f"the loss reads state.{name}, and is captured once for all steps",
+            hint="let the collator put into the batch what depends on it",
+        )
 
 
 class _StandIn(SGD):
