@@ -40,7 +40,7 @@ def test_unrolled_1f1b_is_1f1b_over_all_micro_batches():
 @pytest.mark.parametrize(
     ("name", "every", "words"),
     [
-        ("1f1b", 2, "update every 3 micro-batches"),  # two fewer than stages
+        ("1f1b", 2, "have 3 micro-batches"),  # two fewer than stages
         *((name, 8, "does not repeat|newest there is 0") for name in ("gpipe", "po", "looped_bfs")),
     ],
 )
