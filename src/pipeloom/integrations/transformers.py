@@ -28,7 +28,7 @@ from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
 from ..runtime.batches import microbatch_rows
-from ..tracer.job_calls import evaluation_mode
+from ..tracer.job_calls import JoinedBatches, evaluation_mode
 from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated, state_of
 
 _log = logging.getLogger("pipeloom")
@@ -214,7 +214,7 @@ class PipelineTrainer(Trainer):
                 settings["microbatches"] = count
             self.pipe = Pipeline(
                 self._copied_model,
-                example=_joined(self._shares(taken, count)),
+                example=JoinedBatches.of(self._shares(taken, count)),
                 loss=self._loss_of_outputs if self._loss_is_outside else None,
                 optimizer=self._make_optimizer,
                 weight=self._weight,
@@ -263,7 +263,8 @@ class PipelineTrainer(Trainer):
             shares = torch.tensor([share] * _rows(batch))
             if own and self._labelled and trains:
                 batch, shares = self._without_unlabelled(batch, shares, pieces)
-            told.append({**batch, _SHARE: shares})
+            there = {name: value for name, value in batch.items() if value is not None}
+            told.append({**there, _SHARE: shares})
         return told
 
     def _without_unlabelled(
@@ -534,19 +535,6 @@ def _rows(batch: Mapping[str, Any]) -> int:
 
 def _rows_of(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Batches of one update as one. They are to have the same shapes but for their rows."""
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"the batches of one update cannot be joined: {error}",
-            hint="let the collator pad them all to one length, or use gradient_accumulation_steps=1",
-        ) from None
 
 
 def _alone(tensors: tuple[Any, ...]) -> Any:

@@ -60,15 +60,14 @@ class JoinedBatches(dict[str, Tensor]):
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Tensor]]) -> JoinedBatches:
         """Raises: BatchError if they differ in more than their rows, or one has other rows than it should."""
-        rows = tuple(map(common_rows, batches))
         try:
             joined = cls({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, TypeError, KeyError) as error:
             raise BatchError(
                 f"the batches of one step cannot be joined: {error}",
                 hint="let the collator pad them all to one length",
             ) from None
-        joined.rows = rows
+        joined.rows = tuple(map(common_rows, batches))
         return joined
 
 
