@@ -122,6 +122,16 @@ class Freezes(Module):
         self.net.bias.requires_grad_(batch_idx == 0)
 
 
+class Anneals(Module):
+    beta = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.beta = 1.0 / (1 + batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.beta
+
+
 class LogsSum(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("odd_sum", self.net(batch[0]).square().sum())
@@ -160,6 +170,7 @@ def fit(folder: Path, module: Any, count: int = 8, strategy: Any = None, **setti
         (ReadsIndex, {}, "number of its batch"),
         (ReadsEpoch, {}, "current_epoch"),
         (Freezes, {}, "changed"),
+        (Anneals, {}, "changed"),
         (LogsSum, {}, "odd_sum"),
         (Module, {"accumulate_grad_batches": 2}, "accumulated"),
         (Module, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by value"),
@@ -179,6 +190,29 @@ def test_several_optimizers_are_refused_by_lightning(tmp_path: Path) -> None:
 def test_settings_of_the_trainer_are_refused() -> None:
     with pytest.raises(ConfigError, match="gradient_clip_val"):
         PipelineStrategy(clip_norm=1.0)
+
+
+class Watches(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.seen = 0, []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(self.net.weight.clone().detach())
+
+
+def test_hooks_count_and_see_the_weights_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    seen = []
+    for strategy in ("auto", None):
+        torch.manual_seed(0)
+        module = Watches()
+        fit(tmp_path, module, strategy=strategy)
+        assert module.batches == 2
+        seen += module.seen
+    torch.testing.assert_close(*seen)
 
 
 @pytest.mark.parametrize("kind", [Module, ReadsField])

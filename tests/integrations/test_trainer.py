@@ -178,6 +178,32 @@ def test_losses_are_those_of_a_trainer_whatever_they_are(
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
+def test_callbacks_see_weights_when_an_epoch_ends_and_when_it_evaluates(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainerCallback
+
+    from pipeloom.integrations.transformers import PipelineTrainer
+
+    class Watches(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_evaluate(self, *_: Any, model: Any, **__: Any) -> None:
+            self.seen.append(float(model.layers[0].weight.detach().norm()))
+
+        on_epoch_end = on_evaluate
+
+    found = []
+    for kind in (Trainer, PipelineTrainer):
+        trainer = trainer_of(kind, AddsMeans(), 16, tmp_path)
+        trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+        trainer.add_callback(watches := Watches())
+        trainer.train()
+        found.append(watches.seen)
+    assert len(found[0]) == 6
+    assert len(set(found[0])) > 2
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_an_update_that_was_broken_off_leaves_no_batches(tmp_path: Path) -> None:
     from transformers import Trainer, TrainerCallback
 

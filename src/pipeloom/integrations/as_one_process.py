@@ -81,6 +81,12 @@ def state_of(model: nn.Module, *, counts: bool = True) -> list[Any]:
     return [*tensors, *numbers]
 
 
+def is_of_user(owner: Any, hook: str, library: str) -> bool:
+    """Whether somebody else than the library has defined this hook of a module or callback."""
+    defined = getattr(owner, hook, None)
+    return defined is not None and not getattr(defined, "__module__", "").startswith(f"{library}.")
+
+
 def repeated(batch: Any, rows: int, parts: int) -> Any:
     """A batch over and over until it can be split evenly: means over its rows stay."""
     return mapped(batch, lambda tensor: torch.cat([tensor] * (parts // gcd(rows, parts))))

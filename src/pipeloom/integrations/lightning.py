@@ -11,7 +11,8 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from ..runtime.batches import off_mean
 from ..runtime.connect import connect
 from ..tracer.job_calls import evaluation_mode
 from .as_one_process import (
+    is_of_user,
     load_optimizer_states,
     mapped,
     optimizer_states,
@@ -58,6 +60,17 @@ GRADIENT_HOOKS = (
 CHANGES_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning")
 """Callbacks that read or change the module while it is trained."""
 
+SEE_WEIGHTS = (
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
+"""Hooks in which the module has the weights of that time, if they are the user's."""
+
 _LOG = "log "
 """What the outputs of the pipeline that a step has logged are called, before their names."""
 
@@ -68,8 +81,9 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     Losses, validation losses, learning rates, logs and checkpoints are those of a Trainer on the CPU of one
     process, but for dropout, which draws other numbers. Of what `training_step` logs only its loss is; of
-    what `validation_step` does, all that is a mean over rows. `fit` runs in the pipeline; `validate`, `test`
-    and `predict` alone run in each process, with the whole module.
+    what `validation_step` does, all that is a mean over rows. Hooks and callbacks see the weights at the ends
+    of epochs and when validating, not between two steps. `fit` runs in the pipeline; `validate`, `test` and
+    `predict` alone run in each process, with the whole module.
 
     pipeline: keywords of `Pipeline`, as microbatches=4, memory="16GiB" or device="cuda". It is made for the
         first batch that is seen.
@@ -136,6 +150,9 @@ class PipelineStrategy(SingleDeviceStrategy):
             _refuse(trainer, self.lightning_module)
             # Later it may be validating, as for the sanity check, with the module in evaluation mode.
             self._modes = {name: each.training for name, each in self.lightning_module.named_modules()}
+            watchers = [self.lightning_module, *trainer.callbacks]
+            if any(is_of_user(each, hook, "lightning") for each in watchers for hook in SEE_WEIGHTS):
+                trainer.callbacks.insert(0, _SeesWeights(self._take_weights))
         super().setup(trainer)
 
     # Training
@@ -159,12 +176,7 @@ class PipelineStrategy(SingleDeviceStrategy):
                 hint="let optimizer_step give its closure to the optimizer for every batch",
             )
         pipe = self._opened(batch)
-        if self._seen != state_of(self.lightning_module, counts=False):
-            raise ConfigError(
-                "weights, buffers or numbers of the module, or what learns, were changed while ranks train "
-                "theirs",
-                hint="change them before fit(), and call that again",
-            )
+        self._refuse_changes()
         for optimizer in pipe.weights.optimizers:
             for group, lightning in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
                 group.update({key: value for key, value in lightning.items() if key != "params"})
@@ -225,8 +237,31 @@ class PipelineStrategy(SingleDeviceStrategy):
         if self.pipe is None:
             with random_kept(), torch.inference_mode(False), torch.enable_grad():
                 self.pipe = self._open(batch)
-                self._seen = state_of(self.lightning_module, counts=False)
+                self._seen = self._state()
         return self.pipe
+
+    def _state(self) -> list[Any]:
+        """Of the module's own numbers those that steps read: others may only count for its hooks."""
+        module = self.lightning_module
+        read = [(name, vars(module).get(name)) for name in self._steps.reads]
+        return [*state_of(module, counts=False), *read]
+
+    def _refuse_changes(self) -> None:
+        if self._seen != self._state():
+            raise ConfigError(
+                "weights, buffers or numbers of the module, or what learns, were changed while ranks train "
+                "theirs",
+                hint="change them before fit(), and call that again; let the loader put into the batch what "
+                "changes from step to step",
+            )
+
+    def _take_weights(self) -> None:
+        """For hooks and callbacks that look at the module."""
+        if self.pipe is not None:
+            self._refuse_changes()
+            with torch.inference_mode(False):
+                self.lightning_module.load_state_dict(self.pipe.state_dict(frozen=False), strict=False)
+            self._seen = self._state()
 
     def _open(self, batch: Any) -> Pipeline:
         trainer, module = self._trainer, self.lightning_module
@@ -317,6 +352,14 @@ class PipelineStrategy(SingleDeviceStrategy):
         super().teardown()
 
 
+class _SeesWeights(Callback):
+    """Before the other callbacks and the module's hooks."""
+
+    def __init__(self, take_weights: Callable[[], None]) -> None:
+        self.on_train_epoch_end = lambda *_: take_weights()
+        self.on_validation_start = lambda *_: take_weights()
+
+
 # The steps as a forward
 
 
@@ -325,13 +368,17 @@ class _Steps:
     """What the steps log: by name the keywords of `log`.
 
     training: what is the loss.  dropped: what is not.  validation: None if it gives no number.
+    reads: the module's own attributes that they read and that are numbers.
     """
 
     training: dict[str, dict[str, Any]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     validation: dict[str, dict[str, Any]] | None = None
     returns_loss: bool = False
+    reads: set[str] = field(default_factory=set)
 
+
+_READ: ContextVar[set[str] | None] = ContextVar("read", default=None)
 
 _LOGGED: ContextVar[dict[str, tuple[Any, dict[str, Any]]] | None] = ContextVar("logged", default=None)
 """What the step that is running has logged. None outside: then `forward` is the step."""
@@ -344,6 +391,12 @@ class _StepsAsForward:
 
     training: bool
     batch_kind: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, int | float) and name != "training" and (read := _READ.get()) is not None:
+            read.add(name)
+        return value
 
     def forward(self, *parts: Any, **named: Any) -> Any:
         if _LOGGED.get() is not None:
@@ -445,14 +498,14 @@ def _look_at_steps(model: Any, batch: Any, *, weighted: bool) -> _Steps:
     """
     rows = _rows(batch)
     halves = [_sliced(batch, 0, rows // 2), _sliced(batch, rows // 2, rows)] if rows > 1 else []
-    with evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad(), _numbers_read() as read:
         loss, logged = _step_of(model, "training_step", batch)
         if loss is None:
             raise ConfigError(
                 "training_step returns no loss of one number",
                 hint='let it return the loss, or {"loss": loss}',
             )
-        steps = _Steps()
+        steps = _Steps(reads=read)
         for name, (value, how) in logged.items():
             if value.data_ptr() == loss.data_ptr():
                 steps.training[name] = _checked_rows(name, how, rows)
@@ -483,6 +536,16 @@ def _look_at_steps(model: Any, batch: Any, *, weighted: bool) -> _Steps:
                 )
             steps.validation[name] = _checked_rows(name, how, rows)
         return steps
+
+
+@contextmanager
+def _numbers_read() -> Iterator[set[str]]:
+    read: set[str] = set()
+    token = _READ.set(read)
+    try:
+        yield read
+    finally:
+        _READ.reset(token)
 
 
 def _step_of(model: Any, hook: str, batch: Any) -> Any:

@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -29,7 +29,14 @@ from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
 from ..runtime.batches import microbatch_rows
 from ..tracer.job_calls import JoinedBatches, evaluation_mode
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated, state_of
+from .as_one_process import (
+    is_of_user,
+    load_optimizer_states,
+    optimizer_states,
+    random_kept,
+    repeated,
+    state_of,
+)
 
 _log = logging.getLogger("pipeloom")
 
@@ -87,7 +94,7 @@ class PipelineTrainer(Trainer):
         self._seen: list[Any] = []
         super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
-        self.callback_handler.callbacks.insert(0, _SeesWeights(self._take_weights))
+        self.callback_handler.callbacks.insert(0, _SeesWeights(self))
 
     def _refuse(self, args: Any, optimizers: Any) -> None:
         if args.fp16:
@@ -490,8 +497,24 @@ class PipelineTrainer(Trainer):
 class _SeesWeights(TrainerCallback):
     """Before other callbacks: the model of the Trainer has the weights then."""
 
-    def __init__(self, take_weights: Callable[[], None]) -> None:
-        self.on_epoch_end = self.on_train_end = lambda *_, **__: take_weights()  # type: ignore[method-assign]
+    def __init__(self, trainer: PipelineTrainer) -> None:
+        self._trainer = trainer
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._take_weights()
+
+    on_train_end = on_epoch_end
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._take_for("on_evaluate")
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self._take_for("on_save")
+
+    def _take_for(self, hook: str) -> None:
+        callbacks = self._trainer.callback_handler.callbacks[1:]
+        if any(is_of_user(each, hook, "transformers") for each in callbacks):
+            self._trainer._take_weights()
 
 
 class _Unread:
