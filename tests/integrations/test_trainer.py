@@ -107,7 +107,7 @@ def with_own_loss(kind: Any) -> Any:
             self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             labels = inputs.pop("labels")
-            outputs = model(**inputs)
+            outputs = (self.model if "x" in inputs else model)(**inputs)
             loss = by_class(outputs, labels)
             return (loss, outputs) if return_outputs else loss
 
@@ -250,6 +250,15 @@ def test_a_model_that_is_changed_is_noticed(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="global_step"):
         trainer_of(ReadsState, AddsMeans(), 8, tmp_path).train()
+
+    class Logs(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *rest, **more)
+            self.log({"own": loss.item()})
+            return loss
+
+    with pytest.raises(ConfigError, match="logs"):
+        trainer_of(Logs, AddsMeans(), 8, tmp_path).train()
 
     class Averages(TrainerCallback):
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:

@@ -330,12 +330,15 @@ class PipelineTrainer(Trainer):
 
     @contextmanager
     def _state_unread(self) -> Iterator[None]:
-        """Raises in the block: ConfigError where the loss reads how far training is: it is captured once."""
+        """Raises in the block: ConfigError where the loss reads how far training is, or logs: it is captured
+        once."""
         state, self.state = self.state, _Unread()  # type: ignore[assignment]
+        vars(self)["log"] = _refuse_log
         try:
             yield
         finally:
             self.state = state
+            del vars(self)["log"]
 
     def _told(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         return torch.tensor(max(1.0, self._labels(batch))) if self._counted else None
@@ -350,13 +353,14 @@ class PipelineTrainer(Trainer):
             told = batch.pop(_SHARE)[0]
             items = self._told_items(batch, told)
             if self._has_own_loss:
-                own = vars(model).pop("forward")
+                own, whole = vars(model).pop("forward"), self.model
+                self.model = model  # it may be this that the loss calls
                 try:
                     made: Any = self.compute_loss(
                         model, dict(batch), return_outputs=not model.training, num_items_in_batch=items
                     )
                 finally:
-                    vars(model)["forward"] = own
+                    vars(model)["forward"], self.model = own, whole
                 loss, outputs = (made, {}) if model.training else made
             else:
                 told_model = self.model_accepts_loss_kwargs and items is not None
@@ -523,6 +527,13 @@ class _Unread:
             f"the loss reads state.{name}, and is captured once for all steps",
             hint="let the collator put into the batch what depends on it",
         )
+
+
+def _refuse_log(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "the loss logs, and is captured once for all steps",
+        hint="log nothing in compute_loss: the loss itself is logged by the Trainer",
+    )
 
 
 class _StandIn(SGD):
