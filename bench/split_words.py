@@ -79,7 +79,7 @@ CLUSTERS: tuple[tuple[Callable[[], Job], str, int, int, int], ...] = (
 )
 """Model, devices, ranks, micro-batches and rows of each."""
 
-WAYS = (("exact", "1f1b"), ("exact", "zb_v"), ("auto", "auto"))
+WAYS = (("exact", "1f1b"), ("exact", "zb_v"), ("auto", None))
 
 
 def simulated() -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def simulated() -> list[dict[str, Any]]:
                     "model": job.name,
                     "devices": cluster,
                     "planner": planner,
-                    "schedule": schedule,
+                    "schedule": plan.schedule,
                     "parts": max(plan.split_words.values(), default=1),
                     "whole s": whole_s,
                     "split s": split_s,

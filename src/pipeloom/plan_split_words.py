@@ -34,6 +34,9 @@ WHOLE_STEP = "words.whole_step_s"
 
 WAVE = "zb_v"
 
+TIE = 0.01
+"""By which plans for `WAVE` with other numbers of parts may be slower, for one of them to be planned, too."""
+
 FEW = (2, 3, 4)
 """Numbers of parts that are tried with any number of ranks, as those of a few balance them better."""
 
@@ -81,10 +84,12 @@ def best_words(
                 return replace(request, watch=None).changed(schedule=WAVE).plan(model, explained=False)
         return quick.plan(model, explained=False)
 
-    guesses = fitting(models, guessed, passed=refused)
-    guess = fastest(_in_time(guesses, limit_s and limit_s / 3))
-    chosen = [whole] if guess is None else [whole, guess[1]]
-    plans = list(fitting(chosen, partial(request.plan, explained=False)))
+    guesses = list(_in_time(fitting(models, guessed, passed=refused), limit_s and limit_s / 3))
+    guesses.sort(key=lambda guess: guess[0].predicted_step_s)
+    near = [g for g in guesses if g[0].predicted_step_s <= guesses[0][0].predicted_step_s * (1 + TIE)]
+    near = near[: 2 if limit_s is None else 1]
+    plans = list(fitting([whole, *(model for _, model in near)], partial(request.plan, explained=False)))
+    plans += [guess for guess in near if guess[0].planner == options.planner]
     if (best := fastest(plans)) is None or best[1] is whole:
         return best
     whole_s = next((repr(plan.predicted_step_s) for plan, model in plans if model is whole), "none")

@@ -112,12 +112,17 @@ class OwnSearch:
             raise refusal(request, search, log, explained=explained)
         return found[0].plan()
 
-    def find(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-        """Candidates that keep their caps, the fastest first; if any plan will do, the first."""
+    def find(
+        self, request: Request, search: Search, log: SearchLog, *, roomy: int | None = None
+    ) -> list[Candidate]:
+        """Candidates that keep their caps, the fastest first; if any plan will do, the first. roomy: no
+        smaller caps are tried where caps are so many times what the best needs."""
         found = self._found(request, search, log)
         if not request.options.fastest or search.large:
             return found
         best = found[0] if found else None
+        if roomy and _keeps(best, _scaled(request.cluster, 1 / roomy)):
+            return found
         smaller = next((one for one in _smaller_caps(request.cluster) if not _keeps(best, one)), None)
         if smaller is not None:
             less = replace(request, cluster=smaller)
@@ -203,6 +208,10 @@ def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
     powers = [floor(PER_DOUBLING * log2(device.memory_bytes)) for device in cluster.devices]
     for less in range(min(powers)):
         yield cluster.with_memory([int(2 ** ((power - less) / PER_DOUBLING)) for power in powers])
+
+
+def _scaled(cluster: Cluster, share: float) -> Cluster:
+    return cluster.with_memory([int(share * device.memory_bytes) for device in cluster.devices])
 
 
 def _keeps(found: Candidate | None, cluster: Cluster) -> bool:

@@ -66,6 +66,9 @@ QUICK = ("balanced", "equal")
 SEEDS_OF_LARGE = ("exact", "graphpipe", *QUICK)
 """Planners that are asked about graphs of many ops, unless others are named."""
 
+ROOMY = 8
+"""Caps of so many times what a plan of a tiny model needs leave nothing to be freed."""
+
 FEW_OPS = 32
 """Ops up to which planners of whole graphs are asked."""
 
@@ -195,7 +198,7 @@ def _exact_candidates(request: Request) -> list[Candidate]:
     Raises: PlanError, ScheduleError.
     """
     by = by_cuts(exact, even=True)
-    found = by.find(request, request.search(), SearchLog())
+    found = by.find(request, request.search(), SearchLog(), roomy=ROOMY)
     if not found and (fewer := fewer_at_once(request)) is not None:
         found = by.find(fewer, fewer.search(), SearchLog())
     return found
