@@ -217,6 +217,8 @@ def entry(name: str) -> Entry:
         known = [*FAMILIES, *(alias.lower() for others in ALIASES.values() for alias in others)]
         near = [canonical(one) for one in get_close_matches(parsed.family, known, n=1)]
         meant = f"did you mean {near[0]}? " if near else ""
+        if parsed.family == "auto":
+            meant = "leave the schedule out, and planner auto chooses one; "
         raise ScheduleError(
             f"no schedule is named {shown(parsed.given)}",
             hint=f"{meant}the schedules are {', '.join(names())}",
