@@ -84,10 +84,14 @@ def capture(
     (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
     """
     from .run_options import mixed_precision
+    from .runtime.optimizers import refuse_groups_by_identity
     from .tracer.capture import capture as trace
+    from .tracer.example import given_to
 
     mixed = mixed_precision(autocast, device)
     captured = trace(job, microbatch_size, batch=batch, autocast=mixed, split=split)
+    if job.optimizer is not None:
+        refuse_groups_by_identity(job.optimizer, given_to(job) or captured.blueprint.model)
     return replace(captured, graph=with_updates(captured.graph, job, devices, master_weights))
 
 

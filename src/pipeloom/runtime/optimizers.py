@@ -116,6 +116,30 @@ def make_checked(
     return optimizer
 
 
+def refuse_groups_by_identity(make: MakeOptimizer, model: nn.Module) -> None:
+    """A rank makes the optimizer of parameters that are not the model's own, and have no attributes.
+
+    Raises: PlanError if it groups these otherwise than those of the model.
+    """
+    own = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    others = {name: stand_in(param.shape, param.dtype) for name, param in own.items()}
+    for mine, theirs in zip(_groups(make, own), _groups(make, others), strict=False):
+        if mine != theirs:
+            name = sorted({*mine} ^ {*theirs})[0]
+            raise PlanError(
+                f"Job.optimizer puts {name} into another group if it is no parameter of the model itself: "
+                "each rank has copies, which have other ids and no attributes",
+                hint="name the function's argument named_parameters, and choose groups by the names",
+            )
+
+
+def _groups(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Names of the parameters of each group."""
+    names = {id(param): name for name, param in params.items()}
+    optimizers = optimizers_of(make_checked(make, params))
+    return [[names[id(p)] for p in group["params"]] for each in optimizers for group in each.param_groups]
+
+
 def _numbers(params: Iterable[str], rows: Mapping[str, PartRows]) -> dict[str, int]:
     """Of the parts among some parameters, which of its whole each is."""
     seen: Counter[str] = Counter()

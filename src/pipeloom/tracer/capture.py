@@ -19,7 +19,9 @@ from ..ir.user_code import at, own_definition
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
+from .example import given_to
 from .export import FOREIGN_AT, export_watched
+from .given_model import LossError, captured_copy
 from .guards import (
     backward_hooks,
     keep_attributes,
@@ -28,7 +30,7 @@ from .guards import (
     warn_once,
 )
 from .job import Job
-from .job_calls import LossError, ModelWithLoss, sample_batch
+from .job_calls import ModelWithLoss, sample_batch
 from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time
@@ -72,7 +74,7 @@ def capture(
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if split is None:
         split = like.split_words if like is not None else {}
-    with statistics_in_checkpoints_refused(job.name):
+    with statistics_in_checkpoints_refused(job.name), captured_copy(given_to(job), blueprint.model):
         captured = _captured(job, example, blueprint, autocast, like)
     if not any(parameter.trainable for parameter in captured.graph.parameters):
         raise CaptureError(
@@ -128,7 +130,8 @@ def _capture_instead(
     # A new one: export leaves traces in a model.
     blueprint = make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
     try:
-        return _as_modules(job, batch, blueprint, error.message, autocast)
+        with captured_copy(given_to(job), blueprint.model):
+            return _as_modules(job, batch, blueprint, error.message, autocast)
     except LossError as second:  # no way of capturing would help
         raise second from error
     except CaptureError as second:

@@ -72,10 +72,18 @@ class BatchForm:
         return isinstance(part, list | tuple) or (len(self.names) == 1 and isinstance(part, Tensor))
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExampleJob(Job):
     """Made of the arguments of a `Pipeline`."""
 
+    given: nn.Module | None = None
+
     loss_setting = "Pipeline loss="
+
+
+def given_to(job: Job) -> nn.Module | None:
+    """The module that the job's model copies, if it does."""
+    return job.given if isinstance(job, ExampleJob) else None
 
 
 def job_of(
@@ -125,6 +133,7 @@ def job_of(
         loss=whole,
         weight=weight,
         optimizer=optimizer,
+        given=model if isinstance(model, nn.Module) else None,
         name=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model"),
     )
     return job, replace(form, rows=of_example)

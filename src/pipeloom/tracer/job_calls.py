@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..ir.errors import BatchError, CaptureError, ConfigError, of_type
 from ..ir.user_code import at, call_own, own_definition, raised_at
+from .given_model import LossError, given_watched
 from .job import Job
 from .random import one_thread_at_a_time
 
@@ -215,7 +216,8 @@ def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     Raises: CaptureError if there is none, or it is not a scalar.
     """
     if job.loss is not None:
-        loss: Any = job.loss(outputs, batch)
+        with given_watched(job.name):
+            loss: Any = job.loss(outputs, batch)
     else:
         loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
         if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
@@ -233,10 +235,6 @@ def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
             hint="return its mean" if a_tensor else "return a tensor of one number",
         )
     return loss.reshape(())
-
-
-class LossError(CaptureError):
-    """The job's loss fails, or cannot be captured in any way."""
 
 
 def refuse_state_of_loss(name: str, where: str) -> None:
