@@ -21,6 +21,7 @@ from pipeloom.ir.errors import (
     ConfigError,
     NumbersError,
     PipeloomError,
+    PlanError,
 )
 from pipeloom.pipeline_request import pipeline_settings
 from pipeloom.run_options import Options
@@ -53,6 +54,17 @@ class Shares(Net):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return super().forward(x * self.some, scale=self.all.mean())
+
+
+class Squeezes(Net):
+    """One output has rows in micro-batches of several rows only; and an attribute that a loss may read."""
+
+    extra = 0.0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        outputs = super().forward(x)
+        self.extra = outputs["hidden"].square().mean()
+        return {**outputs, "norm": outputs["logits"][:, :1].squeeze()}
 
 
 class Attributes(Net):
@@ -217,6 +229,80 @@ def test_outputs_may_be_attributes() -> None:
 
     for _, outputs in on_two_ranks(lambda pipe: pipe.outputs(named()), net(Attributes), named(), loss=loss):
         assert outputs.keys() == {"logits", "hidden"}
+
+
+def test_outputs_with_a_row_for_each_in_some_micro_batches_only_are_refused() -> None:
+    how = {"microbatches": 4, "example": named(), "loss": of_named, "compare": False}
+    few = {name: tensor[:5] for name, tensor in named().items() if tensor is not None}
+    with pipeloom.Pipeline(net(Squeezes), **how) as pipe:
+        assert pipe.outputs(named())[1]["norm"].shape == (ROWS,)
+        with pytest.raises(BatchError, match="norm"):
+            pipe.outputs(few)
+
+
+def by_ids(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    own = {id(p) for p in model.leave.parameters()}
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        head, rest = [[p for p in params if (id(p) in own) is inside] for inside in (True, False)]
+        return torch.optim.SGD([{"params": head, "lr": 1.0}, {"params": rest}], lr=0.01)
+
+    return make
+
+
+def by_attribute(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    model.norm.weight.undecayed = True
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        bare = [p for p in params if getattr(p, "undecayed", False)]
+        rest = [p for p in params if not getattr(p, "undecayed", False)]
+        return torch.optim.SGD([{"params": rest}, {"params": bare, "weight_decay": 0.0}], weight_decay=0.1)
+
+    return make
+
+
+@pytest.mark.parametrize(("made", "word"), [(by_ids, "leave."), (by_attribute, "norm.weight")])
+def test_groups_that_only_the_models_own_parameters_have_are_refused(made: Any, word: str) -> None:
+    model = net()
+    how = {"example": named(), "loss": of_named, "optimizer": made(model)}
+    assert word in refused(PlanError, pipeloom.Pipeline, model, **how)
+
+
+@pytest.mark.parametrize(
+    ("read", "word"),
+    [
+        (lambda model: sum(p.square().sum() for p in model.parameters()), "parameters"),
+        (lambda model: model.leave.weight.square().sum(), "weight"),
+        (lambda model: model.extra, "extra"),
+    ],
+)
+def test_a_loss_may_not_read_what_is_trained_or_changed_in_the_module_that_was_given(
+    read: Callable[[nn.Module], Any], word: str
+) -> None:
+    model = net(Squeezes)
+    model.extra = 0.0
+    model.weights = torch.ones(3)  # which it may read
+
+    def loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs["logits"], batch["y"], model.weights) + read(model)
+
+    kinds = [type(module) for module in model.modules()]
+    assert word in refused(CaptureError, pipeloom.Pipeline, model, example=named(), loss=loss)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_autocast_around_a_pipeline_is_refused() -> None:
+    how = {"example": named(), "loss": of_named, "microbatches": 2, "compare": False}
+    with pipeloom.Pipeline(NET, **how) as pipe, torch.autocast("cpu", torch.bfloat16):
+        for call in (pipe.step, pipe.evaluate, lambda _: pipeloom.Pipeline(NET, **how)):
+            with pytest.raises(ConfigError, match="autocast"):
+                call(named())
+    losses = []
+    with pipeloom.Pipeline(NET, **how, autocast=torch.bfloat16) as pipe:
+        losses.append(pipe.evaluate(named()))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(pipe.evaluate(named()))
+    assert losses[0] == losses[1]
 
 
 def test_training_goes_on_after_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ from .runtime.tier import Tier
 from .steady_run import SteadyRun
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
+from .tracer.autocast import autocast_around
 from .tracer.capture import capture
 from .tracer.captured import Captured
 from .tracer.example import Batch, BatchForm, job_of
@@ -147,6 +148,7 @@ class Pipeline:
         asked = pipeline_settings(options or Options(), settings)
         self.options = asked.options
         self.device = rank_device(self.options)
+        self._refuse_autocast_around()
         if isinstance(model, Job):
             refuse_parts_of_job(example=example, loss=loss, optimizer=optimizer, weight=weight)
             self.job, self._form = model, BatchForm()
@@ -389,6 +391,7 @@ class Pipeline:
                         f"the scheduler OneCycleLR is over after its {total} steps",
                         hint="give it the steps of the whole run as total_steps; you can still save this one",
                     )
+            self._refuse_autocast_around()
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1
             yield from self._take_reports()
@@ -433,14 +436,29 @@ class Pipeline:
         self.worker.outputs.clear()
         with self._call("gathering outputs"):
             everyone = self.channel.all_gather_object(mine)
-        parts: dict[str, dict[int, Tensor]] = {name: {} for name in self.with_outputs.output_names}
+        parts: dict[str, dict[int, Tensor]] = {}
         for theirs in everyone:
             for microbatch, named in theirs.items():
                 for name, tensor in named.items():
-                    parts[name][microbatch] = tensor
+                    parts.setdefault(name, {})[microbatch] = tensor
+        count = max(map(len, parts.values()), default=0)
+        for name in sorted(name for name, made in parts.items() if len(made) < count):
+            raise BatchError(
+                f"{name} has a row for each of the batch in some micro-batches only, depending on how many "
+                "rows they have",
+                hint=f"let {name} have as many rows as the batch, as by squeeze(-1) in place of squeeze()",
+            )
         return loss, {name: torch.cat([made[m] for m in sorted(made)]) for name, made in parts.items()}
 
+    def _refuse_autocast_around(self) -> None:
+        if self.options.autocast is None and autocast_around(self.device):
+            raise ConfigError(
+                "torch.autocast is on around the pipeline, which would compute part of it in lower precision",
+                hint="leave it out, and give Pipeline(autocast=torch.bfloat16)",
+            )
+
     def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
+        self._refuse_autocast_around()
         self._run.drain()
         with self._run.call("an evaluation", refuses=(BatchError, CaptureError, CutError)):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
@@ -499,6 +517,8 @@ class Pipeline:
         """
         if keep < 1:
             raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
+        if not isinstance(extra, Mapping | None):
+            raise ConfigError(f"extra is {of_type(extra)}", hint="give a dictionary of what JSON can hold")
         state: dict[str, Any] = {"user": dict(extra or {}), "seed": self.options.seed}
         if self.schedulers:
             states = [_in_numbers(scheduler.state_dict()) for scheduler in self.schedulers]

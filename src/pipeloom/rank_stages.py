@@ -134,7 +134,6 @@ class StageVariants:
     ) -> None:
         self._rank, self._training, self._with_outputs = rank, training, with_outputs
         self._variants: dict[tuple[str, ...], Variant] = {}
-        self.output_names: tuple[str, ...] = ()
         self.evaluation_program: Program | None = None
         """Of forwards alone, once a size is known that is evaluated."""
         if training is None:
@@ -178,7 +177,6 @@ class StageVariants:
         else:
             signature = signature_of(part)
             captured, stages = self._on_all_ranks(signature, lambda: self._capture_evaluation(part))
-            self.output_names = tuple(captured.outputs)
             agree_on_layouts(rank.channel, stages)
             variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))
         count = plan.microbatches // plan.replicas

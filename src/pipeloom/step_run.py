@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from .runtime.ledger import out_of_memory_told
 from .runtime.rank import Microbatch, Rank
 from .runtime.transport import SumGroup
 from .step_reports import StepRecord, StepReport
+from .tracer.autocast import autocast_around
 from .tracer.job import Job
 from .tracer.random import microbatch_seed
 
@@ -160,8 +161,13 @@ class Run(ABC):
         self._buffers = dict(self.worker.weights.buffers)
         self._overwriting = False
         try:
-            # A caller that evaluates in inference mode would leave tensors that cannot be trained with.
-            with torch.inference_mode(False), out_of_memory_told(self.worker.ledger, lambda: what):
+            # A caller that evaluates in inference mode would leave tensors that cannot be trained with; under
+            # autocast what was captured would be cast once more.
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                if autocast_around(self.batches.device):
+                    stack.enter_context(torch.autocast(self.batches.device.type, enabled=False))
+                stack.enter_context(out_of_memory_told(self.worker.ledger, lambda: what))
                 yield
         except BaseException as error:
             if isinstance(error, refuses) and not self._overwriting:

@@ -79,6 +79,11 @@ COMPOSED = tuple(
 _KEY = torch._C.DispatchKey.AutocastCPU
 
 
+def autocast_around(device: torch.device) -> bool:
+    """Whether `torch.autocast` is on for a device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 class Autocast(NamedTuple):
     """Mixed precision in this dtype, as on a device of this type ("cpu", "cuda")."""
 
