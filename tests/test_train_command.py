@@ -82,7 +82,7 @@ def test_a_finished_run_goes_on_if_asked_unless_its_checkpoint_is_corrupt(folder
     output(*WORDS, "config.toml", cwd=folder)
     out = folder / "runs" / "tiny-1"
     again = output(*WORDS, "--set", "name=tiny", "--resume", cwd=folder)
-    assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again
+    assert "runs/tiny-1 is finished: 6 steps" in again
     output(*WORDS, "--set", "name=tiny", "--resume", "--steps", "8", cwd=folder)
     assert list(losses(out)) == list(range(1, 9))
     os.truncate(out / "checkpoint" / "step-00000008" / "rank-0.safetensors", 100)

@@ -429,7 +429,8 @@ class Pipeline:
         Returns: the loss, and by name the outputs that have a row for each of the batch and depend on
             parameters, on the CPU: the keys of a dictionary, "0", "1" of a tuple, an object's attributes,
             "output" if there is one.
-        Raises: as `evaluate`; CaptureError too for a model that is cut between its modules.
+        Raises: as `evaluate`; BatchError too for an output that has rows in some micro-batches only,
+            CaptureError for a model that is cut between its modules.
         """
         loss = self._evaluate(batch, self.with_outputs)
         mine = {m: {n: t.cpu() for n, t in named.items()} for m, named in self.worker.outputs.items()}

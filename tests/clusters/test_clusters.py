@@ -272,6 +272,7 @@ def test_less_memory_than_the_device_has():
         ("2 nodes of", "'2 nodes of'"),
         ("h100 + ", "cannot read ''"),
         ("2 x h100 with 3 lots", "'lots'"),
+        ("2 x a100-40 with 400GiB", "has 40.0 GiB"),
         ("missing.toml", "cannot read cluster missing.toml"),
         ("some/folder", "cannot read cluster some/folder"),
     ],

@@ -157,6 +157,8 @@ def test_a_wrong_override_is_said(override: str, word: str) -> None:
 
 
 def test_files_that_cannot_be_read_and_a_table_that_is_set_to_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="clip_norm"):
+        read_config(None, ["pipeline.clips=true"])
     with pytest.raises(ConfigError, match="model is set to 3"):
         read_config(written(tmp_path, "model = 3"), ["model.width=5"])
     with pytest.raises(ConfigError, match="none.toml"):

@@ -267,7 +267,7 @@ def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     capsys.readouterr()
     assert start(resume=True, as_json=True) == 0
     said = capsys.readouterr()
-    assert "is finished: 2 of 2 steps are done" in said.err
+    assert "is finished: 2 steps" in said.err
     assert json.loads(said.out) == figures
     assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 

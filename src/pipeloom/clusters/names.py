@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..ir.cluster import MOST_DEVICES, Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError, shown
-from ..ir.text import parse_bytes
+from ..ir.text import format_bytes, parse_bytes
 from .devices import BuiltIn, built_in
 from .files import load_cluster
 
@@ -116,7 +116,13 @@ def _part(text: str) -> _Part:
         raise ConfigError(
             f"{error.message}, and no file {text.strip()!r} exists", hint=f"{error.hint} Or {_HINT}"
         ) from None
-    return _Part(nodes, count, kind, None if match["size"] is None else parse_bytes(match["size"]))
+    size = None if match["size"] is None else parse_bytes(match["size"])
+    if size is not None and "memory" in kind.figures and size > kind.bytes("memory"):
+        raise ConfigError(
+            f"{text.strip()!r}, but {kind.name} has {format_bytes(kind.bytes('memory'))}",
+            hint="say how much of it plans may use, or leave that out",
+        )
+    return _Part(nodes, count, kind, size)
 
 
 def _count(digits: str) -> int:

@@ -188,6 +188,8 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
 
     for key, value in dotted(plain):
         _refuse_unknown(key, source(key))
+        if key == "pipeline.clips" and value:
+            raise ConfigError(f"{source(key)}{key} is given", hint="give optimizer.clip_norm, which clips")
         texts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
             raise ConfigError(

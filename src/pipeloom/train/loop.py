@@ -69,6 +69,15 @@ class TrainOutcome:
     middle_step_s: float | None = None
 
 
+def same_data(saved: object, here: str) -> bool:
+    """Whether a checkpoint is of data, as `Workload.data` has it. A job's file may be named from elsewhere.
+
+    >>> same_data("net.py:job", "there/net.py:job"), same_data("net.py:job", "net.py:other")
+    (True, False)
+    """
+    return Path(str(saved)).name == Path(here).name
+
+
 def resume_from(out: Path, pipeline: Pipeline, config: Config, workload: Workload) -> None:
     """From the newest checkpoint, with the learning rate and the weight decay that the config has by now."""
     try:
@@ -81,7 +90,7 @@ def resume_from(out: Path, pipeline: Pipeline, config: Config, workload: Workloa
             f"{out} is a run of {before or 'the GPT'}, not of {config.job or 'the GPT'}: {error.message}",
             hint=f"go on with {before or 'no job'}, or start a new run",
         ) from None
-    if data != workload.data:
+    if not same_data(data, workload.data):
         raise CheckpointError(
             f"the checkpoint in {out} is of other data: {data}, not {workload.data}",
             hint="restore the files, or start a new run",

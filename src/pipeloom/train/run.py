@@ -198,7 +198,7 @@ def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
     if steps < config.steps or not has_report(out, steps):
         return False
     request.console.print(
-        f"{out} is finished: {steps} of {config.steps} steps are done. "
+        f"{out} is finished: {steps} steps are done, and {config.steps} were asked for. "
         f"To train longer: --resume --steps N, with N above {steps}",
         soft_wrap=True,
     )
