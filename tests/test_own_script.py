@@ -261,7 +261,29 @@ def by_attribute(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
     return make
 
 
-@pytest.mark.parametrize(("made", "word"), [(by_ids, "leave."), (by_attribute, "norm.weight")])
+def marked_alone(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    model.norm.weight.marked = True
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        groups = [[p for p in params if p.ndim > 1], [p for p in params if getattr(p, "marked", False)]]
+        return torch.optim.SGD([{"params": group} for group in groups if group], lr=0.1)
+
+    return make
+
+
+def in_no_order(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(sorted(params, key=id), lr=0.1)
+
+
+def test_parameters_of_a_group_may_be_in_any_order() -> None:
+    how = {"example": named(), "loss": of_named, "microbatches": 2, "compare": False}
+    with pipeloom.Pipeline(net(), **how, optimizer=in_no_order) as pipe:
+        assert pipe.step(named()) > 0
+
+
+@pytest.mark.parametrize(
+    ("made", "word"), [(by_ids, "leave."), (by_attribute, "norm.weight"), (marked_alone, "norm.weight")]
+)
 def test_groups_that_only_the_models_own_parameters_have_are_refused(made: Any, word: str) -> None:
     model = net()
     how = {"example": named(), "loss": of_named, "optimizer": made(model)}

@@ -150,9 +150,10 @@ class PipelineStrategy(SingleDeviceStrategy):
             _refuse(trainer, self.lightning_module)
             # Later it may be validating, as for the sanity check, with the module in evaluation mode.
             self._modes = {name: each.training for name, each in self.lightning_module.named_modules()}
-            watchers = [self.lightning_module, *trainer.callbacks]
+            callbacks = [each for each in trainer.callbacks if not isinstance(each, _SeesWeights)]
+            watchers = [self.lightning_module, *callbacks]
             if any(is_of_user(each, hook, "lightning") for each in watchers for hook in SEE_WEIGHTS):
-                trainer.callbacks.insert(0, _SeesWeights(self._take_weights))
+                trainer.callbacks[:] = [_SeesWeights(self._take_weights), *callbacks]
         super().setup(trainer)
 
     # Training

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -123,9 +124,9 @@ def refuse_groups_by_identity(make: MakeOptimizer, model: nn.Module) -> None:
     """
     own = {name: param for name, param in model.named_parameters() if param.requires_grad}
     others = {name: stand_in(param.shape, param.dtype) for name, param in own.items()}
-    for mine, theirs in zip(_groups(make, own), _groups(make, others), strict=False):
+    for mine, theirs in zip_longest(_groups(make, own), _groups(make, others), fillvalue=frozenset[str]()):
         if mine != theirs:
-            name = sorted({*mine} ^ {*theirs})[0]
+            name = min(mine ^ theirs)
             raise PlanError(
                 f"Job.optimizer puts {name} into another group if it is no parameter of the model itself: "
                 "each rank has copies, which have other ids and no attributes",
@@ -133,11 +134,12 @@ def refuse_groups_by_identity(make: MakeOptimizer, model: nn.Module) -> None:
             )
 
 
-def _groups(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> list[list[str]]:
+def _groups(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> list[frozenset[str]]:
     """Names of the parameters of each group."""
     names = {id(param): name for name, param in params.items()}
     optimizers = optimizers_of(make_checked(make, params))
-    return [[names[id(p)] for p in group["params"]] for each in optimizers for group in each.param_groups]
+    groups = [group["params"] for each in optimizers for group in each.param_groups]
+    return [frozenset(names[id(param)] for param in group) for group in groups]
 
 
 def _numbers(params: Iterable[str], rows: Mapping[str, PartRows]) -> dict[str, int]:

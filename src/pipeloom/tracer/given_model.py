@@ -39,21 +39,20 @@ def captured_copy(given: nn.Module | None, copy: nn.Module) -> Iterator[None]:
 def given_watched(name: str) -> Iterator[None]:
     """While a loss is captured in the block, it raises LossError if it reads a parameter of the module that
     was given, or an attribute that the forward has changed in the copy."""
-    given, copy = _CAPTURED.get() or (nn.Module(), nn.Module())
+    if (captured := _CAPTURED.get()) is None:
+        yield
+        return
+    given, copy = captured
     twins, kinds = dict(copy.named_modules()), list[tuple[nn.Module, type]]()
     try:
         for path, module in given.named_modules():
-            if path in twins and type(module).__flags__ & _ON_HEAP and type(module) is not nn.Module:
+            if path in twins:
                 kinds.append((module, type(module)))
                 module.__class__ = _watching(type(module), vars(twins[path]), name)
         yield
     finally:
         for module, kind in kinds:
             module.__class__ = kind
-
-
-_ON_HEAP = 1 << 9
-"""Flag of classes that are written in Python."""
 
 
 def _watching(kind: Any, twin: Mapping[str, Any], name: str) -> type:
