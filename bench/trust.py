@@ -50,9 +50,10 @@ LIBRARIES = {
     "diffusers": "trust_zoo.diffusers_models",
     "segmentation_models_pytorch": "trust_zoo.segmentation_models",
     "x_transformers": "trust_zoo.x_transformers_models",
-    "plain modules": "odd",
+    "odd models": "odd",
 }
-"""Library -> the module with its models. The plain modules are the zoo of the tests, `tests/support/odd`."""
+"""Library -> the module with its models. The odd models are the zoo of the tests, `tests/support/odd`."""
+ODD = "odd models"
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
 MICROBATCHES, ROWS = 3, 2
@@ -208,17 +209,20 @@ def record(verdicts: Sequence[Verdict]) -> None:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """A row for each library with its equal models, then the others with their reasons."""
+    """A row for each library with its equal models, of the tests' many how many; then the others' reasons."""
     lines = ["| library | as one graph | between modules | largest difference |", "|---|---|---|---|"]
     for library, group in groupby((v for v in verdicts if v.verdict == "equal"), key=lambda v: v.library):
         own = list(group)
-        names = ("; ".join(v.model for v in own if v.how == how) for how in ("one graph", "between modules"))
+        named = ([v.model for v in own if v.how == how] for how in ("one graph", "between modules"))
+        names = (str(len(some)) if library == ODD else "; ".join(some) for some in named)
         worst = f"{max((v.largest for v in own if v.dtype == 'float64'), default=0.0):.1e}"
         single = "".join(f"; {v.model} {v.largest:.1e} in float32" for v in own if v.dtype == "float32")
         lines.append(f"| {' | '.join((library, *names, worst + single))} |")
     lines += ["", "| library, model | verdict | why |", "|---|---|---|"]
+    odd = sum(v.verdict == "refused" for v in verdicts if v.library == ODD)
+    lines.append(f"| {ODD}, {odd} | refused | the reason of each is with it in `tests/support/odd` |")
     for v in verdicts:
-        if v.verdict != "equal":
+        if v.verdict != "equal" and (v.library, v.verdict) != (ODD, "refused"):
             reason = re.split(r"\nhint: |: |; and as modules", v.says)[0].replace("|", "\\|")
             lines.append(f"| {v.library}, {v.model} | {v.verdict} | {reason} |")
     return "\n".join(lines)

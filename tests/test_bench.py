@@ -56,7 +56,7 @@ def other_tests_hear_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("model", "verdict"), [("decides", "equal"), ("gradient penalty", "refused")])
 def test_a_model_is_equal_or_refused(model: str, verdict: str) -> None:
-    found = trust.try_model("plain modules", model, 2)
+    found = trust.try_model("odd models", model, 2)
     assert found.verdict == verdict, found.says
 
 
@@ -70,5 +70,5 @@ def test_other_numbers_are_found() -> None:
 
     trust_pipelined = trust.pipelined
     with patch.object(trust, "pipelined", wrong):
-        found = trust.try_model("plain modules", "uses numpy", 2)
+        found = trust.try_model("odd models", "uses numpy", 2)
     assert found.verdict == "wrong" and found.says.startswith("gradients differ by 1e-06")

@@ -486,16 +486,18 @@ def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> 
 
 
 def test_a_one_cycle_that_is_over_refuses_a_step_and_the_pipeline_can_be_saved(tmp_path: Path) -> None:
-    def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1)
+    def warm_up_and_one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        after = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1)
+        in_turn = [torch.optim.lr_scheduler.ConstantLR(optimizer), after]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, in_turn, milestones=[1])
 
-    how = {"microbatches": 2, "scheduler": one_cycle, "compare": False}
+    how = {"microbatches": 2, "scheduler": warm_up_and_one_cycle, "compare": False}
     with pipeloom.Pipeline(NET, example=named(), loss=of_named, **how) as pipe:
-        pipe.step(named())
+        list(pipe.steps([named(), named()]))
         with pytest.raises(PipeloomError, match="OneCycleLR"):
             pipe.step(named())
         pipe.save(tmp_path)
-        assert pipe.steps_done == 1
+        assert pipe.steps_done == 2
 
 
 def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:

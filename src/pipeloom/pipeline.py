@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.utils._pytree import tree_map
 
 from .action_hooks import Look, OnAction
@@ -379,18 +386,13 @@ class Pipeline:
         self._take_reports()  # of batches that an earlier caller fed, and did not wait for
         # PyTorch refuses only once the update is made, when nothing can be saved. Counted in batches: without
         # a flush ranks have made different numbers of updates.
-        ends = [
-            (each.total_steps - each.last_epoch, each.total_steps)
-            for each in self.schedulers
-            if isinstance(each, OneCycleLR)
-        ]
+        left = min(map(_steps_left, self.schedulers), default=inf)
         for number, batch in enumerate(batches if self._first is None else self._first.all(batches)):
-            for left, total in ends:
-                if number >= left:
-                    raise PipeloomError(
-                        f"the scheduler OneCycleLR is over after its {total} steps",
-                        hint="give it the steps of the whole run as total_steps; you can still save this one",
-                    )
+            if number >= left:
+                raise PipeloomError(
+                    f"the scheduler OneCycleLR is over after {self.steps_done} steps",
+                    hint="give it the steps of the whole run as total_steps; you can still save this one",
+                )
             self._refuse_autocast_around()
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1
@@ -707,6 +709,25 @@ def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _step_all(schedulers: list[LRScheduler]) -> None:
     for scheduler in schedulers:
         scheduler.step()
+
+
+def _steps_left(scheduler: LRScheduler) -> float:
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_steps_left, scheduler._schedulers))
+    return _steps_in_all(scheduler) - scheduler.last_epoch
+
+
+def _steps_in_all(scheduler: LRScheduler) -> float:
+    """After how many steps a scheduler refuses another: OneCycleLR does, also as one of several in turn."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_steps_in_all, scheduler._schedulers))
+    if not isinstance(scheduler, SequentialLR):
+        return inf
+    begins, ends = [0, *scheduler._milestones], [*scheduler._milestones, inf]
+    over = [begin + _steps_in_all(one) for begin, one in zip(begins, scheduler._schedulers, strict=True)]
+    return min((steps for steps, end in zip(over, ends, strict=True) if steps < end - 1), default=inf)
 
 
 def _in_numbers(state: dict[str, Any]) -> dict[str, Any]:

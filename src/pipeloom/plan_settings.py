@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from math import inf
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType, UnionType
@@ -266,7 +265,7 @@ class PlanSettings:
         for entry in self.lengths.split(",") if self.lengths is not None else ():
             length, colon, share = entry.partition(":")
             with suppress(ValueError):
-                if colon and (at := int(length)) > 0 and at not in shares and 0 < float(share) < inf:
+                if colon and (at := int(length)) > 0 and at not in shares and 0 < float(share) < 1e300:
                     shares[at] = float(share)
                     continue
             raise ConfigError(

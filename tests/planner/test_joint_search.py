@@ -149,9 +149,20 @@ def test_cuts_near_the_end_of_a_branch_are_moved_there() -> None:
             (cut,) = cuts.cut(cuts.at_borders(before))[1:-1]
             if cut != cuts.points[at]:
                 moved += 1
-                far_s = abs(cuts.middle[cuts.places([cut])[0]] - cuts.middle[at])
+                far_s = abs(cuts.middle[np.searchsorted(cuts.points, cut)] - cuts.middle[at])
                 assert cut in search.borders and far_s <= NEAR * cuts.middle[-1] / 2
     assert moved
+
+
+def test_cuts_between_the_places_of_a_large_graph_leave_no_stage_empty() -> None:
+    graph, profile = random_graph(0, 40, "chain")
+    request = request_for(graph, profile, 4)
+    cuts = CutTimes(replace(request.search(), coarse=8), request.layout, request.microbatches)
+    last = len(cuts.points) - 1
+    assert last < 20
+    for begin in range(1, 38):
+        moved = cuts.places((0, begin, begin + 1, begin + 2, 40))
+        assert (np.diff(moved) > 0).all() and moved[0] == 0 and moved[-1] == last
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

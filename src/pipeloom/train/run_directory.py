@@ -126,7 +126,8 @@ def find_run(name: str, out: Path | None) -> Path:
     if runs := [path for path in paths if (path / "config.toml").is_file()]:
         return next((path for path in runs if complete(path / "checkpoint")), runs[0])
     raise ConfigError(
-        f"there is no run {RUNS / name}-<n> to resume", hint="give its directory with --out, or train first"
+        f"there is no run {RUNS / name}-<n> to resume",
+        hint="give its directory with --out, go to the folder in which it was started, or train first",
     )
 
 

@@ -448,7 +448,7 @@ STEP = "Job.optimizer"
 
 
 class Scores(Stack):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return self.head(self.run(self.inlet(x)))
 
 

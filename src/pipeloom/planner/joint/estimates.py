@@ -120,7 +120,8 @@ class CutTimes:
         return found
 
     def places(self, cuts: Sequence[int]) -> Indices:
-        return np.asarray(np.searchsorted(self.points, np.array(cuts)), dtype=np.int64)
+        """Those of cuts, or near them: a search of its own may cut where there is no place."""
+        return self._ascending(np.searchsorted(self.points, np.array(cuts)))
 
     def cut(self, places: Indices) -> tuple[int, ...]:
         return tuple(self.points[places].tolist())
@@ -151,16 +152,18 @@ class CutTimes:
         inner = self.stages - front - behind
         low, high = middle[front], middle[last - behind]
         wanted = np.searchsorted(middle, low + (high - low) * np.arange(1, inner) / inner)
-        places = np.array([*range(front + 1), *wanted, *range(last - behind, last + 1)])
-        # Places must ascend strictly, and leave one piece to each stage behind them. Less their numbers they
-        # may be equal, so that a running maximum mends them:
+        return self._ascending(np.array([*range(front + 1), *wanted, *range(last - behind, last + 1)]))
+
+    def _ascending(self, places: Indices) -> Indices:
+        """Strictly, with one piece left to each stage behind a place."""
+        # Less their numbers places may be equal, so that a running maximum mends them:
         #
         #     places           0 4 4 5 9
         #     less the number  0 3 2 2 5    maximum  0 3 3 3 5    and the number again  0 4 5 6 9
         #
         index = np.arange(len(places))
         spread = np.maximum.accumulate(np.maximum(places, index) - index) + index
-        room = last - (self.stages - index)
+        room = len(self.points) - 1 - (self.stages - index)
         return np.asarray(np.minimum(spread, room), dtype=np.int64)
 
     def at_borders(self, places: Indices) -> Indices:
