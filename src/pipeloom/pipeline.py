@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -73,7 +76,7 @@ from .step_run import FlushedRun, Run, StepBatches
 from .tracer.autocast import autocast_around
 from .tracer.capture import capture
 from .tracer.captured import Captured
-from .tracer.example import Batch, BatchForm, job_of
+from .tracer.example import Batch, BatchForm, given_to, job_of
 from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
@@ -187,6 +190,9 @@ class Pipeline:
             if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
                 verify_once(self.job, self.plan, self.captured, self.options)
             self._make_weights(rank_stages)
+            self._warn_of_what_cannot_be_saved()
+            given = given_to(self.job)
+            self._given = [] if given is None else [(p, p.requires_grad) for p in given.parameters()]
             self._first: FirstBatches | None = None
             if data == "first":
                 functions = self.training.planned.functions.values()
@@ -386,6 +392,11 @@ class Pipeline:
         self._take_reports()  # of batches that an earlier caller fed, and did not wait for
         # PyTorch refuses only once the update is made, when nothing can be saved. Counted in batches: without
         # a flush ranks have made different numbers of updates.
+        if any(parameter.requires_grad is not trained for parameter, trained in self._given):
+            raise ConfigError(
+                "requires_grad of a parameter of the given module has changed, of which a copy is trained",
+                hint="make another Pipeline of it, whose load_state_dict() takes this one's state_dict()",
+            )
         left = min(map(_steps_left, self.schedulers), default=inf)
         for number, batch in enumerate(batches if self._first is None else self._first.all(batches)):
             if number >= left:
@@ -518,16 +529,12 @@ class Pipeline:
         Raises: CheckpointError on all ranks if any of them cannot write its part; PeerError if one failed;
             ConfigError if none is to be kept.
         """
-        if keep < 1:
+        if not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
         if not isinstance(extra, Mapping | None):
             raise ConfigError(f"extra is {of_type(extra)}", hint="give a dictionary of what JSON can hold")
-        state: dict[str, Any] = {"user": dict(extra or {}), "seed": self.options.seed}
-        if self.schedulers:
-            states = [_in_numbers(scheduler.state_dict()) for scheduler in self.schedulers]
-            state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
-            state["scheduler_names"] = [_scheduler_name(scheduler) for scheduler in self.schedulers]
         with self._call("saving a checkpoint", refuses=(CheckpointError,)):
+            state = {"user": dict(extra or {}), "seed": self.options.seed, **self._schedules()}
             return checkpoint.save(
                 Path(directory),
                 self._train_state(self.weights.previous),
@@ -536,6 +543,29 @@ class Pipeline:
                 channel=self.channel,
                 keep=keep,
             )
+
+    def _schedules(self) -> dict[str, Any]:
+        """What `save` writes of schedulers. Raises: CheckpointError if JSON cannot hold one's state."""
+        if not self.schedulers:
+            return {}
+        names = [_scheduler_name(scheduler) for scheduler in self.schedulers]
+        states = [_in_numbers(scheduler.state_dict()) for scheduler in self.schedulers]
+        for name, state in zip(names, states, strict=True):
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the state of the scheduler {name} cannot be saved as JSON: {error}",
+                    hint="keep what JSON can hold in its attributes; or let state_dict() leave the rest out",
+                ) from None
+        one_or_all = states[0] if len(states) == 1 else {"schedulers": states}
+        return {"scheduler": one_or_all, "scheduler_names": names}
+
+    def _warn_of_what_cannot_be_saved(self) -> None:
+        try:
+            checkpoint.refuse_unsaved(self._train_state({}), self._schedules())
+        except CheckpointError as error:
+            warnings.warn(f"save() will fail: {error.message}", stacklevel=3)
 
     def load(self, directory: Path | str) -> dict[str, Any]:
         """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`. Every rank
@@ -731,10 +761,11 @@ def _steps_in_all(scheduler: LRScheduler) -> float:
 
 
 def _in_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a scheduler of an optimizer whose rates are tensors."""
+    """The state of a scheduler of an optimizer whose rates are tensors, or numbers of NumPy."""
 
     def number(value: Any) -> Any:
-        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        one = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, np.generic)
+        return value.item() if one else value
 
     numbers: dict[str, Any] = tree_map(number, state)
     return numbers

@@ -85,6 +85,8 @@ class Options:
         refuse_types(self, Options)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", hint="use more than 0, or None not to clip")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}", hint="use a number of 64 bits")
         if not 0 < self.timeout_s <= LONGEST_WAIT_S:
             raise ConfigError(
                 f"timeout_s is {self.timeout_s}",

@@ -108,7 +108,7 @@ def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
     if plan.replicas > 1 and (names := sorted(captured.graph.together)):
         raise PlanError(
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
-            hint="choose a schedule of one direction",
+            hint="choose a schedule of one direction, and one replica",
         )
     users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
     forwards_in_order(

@@ -47,6 +47,7 @@ from .checkpoint_directory import SCHEMA, Index
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_MASTERS = {"float32", "bfloat16", "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +235,8 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     Raises: CheckpointError if the checkpoint is missing or damaged, or the file cannot be written.
     """
     source = files.newest(directory)
+    if source.resolve() in path.resolve().parents:
+        raise CheckpointError(f"{path} is in the checkpoint itself", hint="choose another file")
     index = files.read_index(source)
     files.verify(source, index, share=0, shares=1)
     saved = SavedTensors(source, index)
@@ -490,6 +493,11 @@ def _agree(problem: CheckpointError | None, mine: T, channel: Channel | None, wh
     return [mine]
 
 
+def refuse_unsaved(state: TrainState, extra: Mapping[str, Any]) -> None:
+    """Raises: CheckpointError as `save` would, of settings of optimizers, or of `extra`."""
+    _flatten(state, step=0, extra=extra)
+
+
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
     """This rank's tensors by checkpoint key, and its part of the index."""
     try:
@@ -582,8 +590,10 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
                 numbered[key] = like_live(value, group.get(key))
             for name, number in zip(names, numbered["params"], strict=True):
                 own, rows = state.own_name(name), state.rows.get(name)
-                prefix = f"optimizer.{own}."
-                loaded_state = {key: saved.read(prefix + key, own, rows) for key in saved.names(prefix, own)}
+                prefix, like = f"optimizer.{own}.", state.parameters[name]
+                loaded_state = {
+                    key: _own(saved.read(prefix + key, own, rows), like) for key in saved.names(prefix, own)
+                }
                 for key, value in index.values.get(own, {}).items():
                     if isinstance(value, dict):
                         leaves = [loaded_state.pop(f"{key}.{at}", v) for at, v in enumerate(value["leaves"])]
@@ -591,7 +601,7 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
                     loaded_state[key] = value
                 if loaded_state:
                     restored[number] = loaded_state
-                    states.append((state.parameters[name], loaded_state))
+                    states.append((like, loaded_state))
         groups = optimizer.param_groups
         try:
             optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
@@ -606,6 +616,14 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
         for parameter, loaded_state in states:
             _undo_casts(optimizer.state.get(parameter, {}), loaded_state)
         optimizer.param_groups = groups  # the same objects: one that holds several optimizers may list them
+
+
+def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """In memory of its own, which what is read shares with all that is read there, and laid out as the
+    parameter: fused kernels go by memory."""
+    if tensor.shape != parameter.shape:
+        return tensor.clone()
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _undo_casts(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -629,10 +647,12 @@ def _refuse_mismatch(name: str, shape: tuple[int, ...], dtype: str, index: Index
         raise CheckpointError(f"the checkpoint has no tensor {name}", hint="load a checkpoint of this model")
     saved_shape, saved_dtype = index.model[name]
     if (tuple(saved_shape), saved_dtype) != (shape, dtype):
+        masters = tuple(saved_shape) == shape and {"float32"} < {dtype, saved_dtype} <= _OF_MASTERS
         raise CheckpointError(
             f"{name} is {list(shape)} {dtype}, "
             f"the checkpoint has {str(list(saved_shape)):.60} {saved_dtype:.60}",
-            hint="build the model with the sizes and the dtype of the checkpoint",
+            hint="build the model with the sizes and the dtype of the checkpoint"
+            + (", and give master_weights as then" if masters else ""),
         )
 
 

@@ -114,6 +114,11 @@ def make_checked(
                     f"{names[id(param)]}",
                     hint="give each parameter to one optimizer",
                 )
+    if hooked := [n for n, p in params.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise PlanError(
+            f"Job.optimizer puts a hook on {hooked[0]}, which would not run",
+            hint="let the optimizer's step do that",
+        )
     return optimizer
 
 
@@ -399,10 +404,12 @@ def refuse_coupled(
     """
     optimizer = make_checked(make, params, rows)
     refuse_kept_beside(optimizer)
-    hooked = any(
-        each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers_of(optimizer)
+    changed = any(
+        each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each)
+        for each in (*optimizers_of(optimizer), optimizer)
+        if isinstance(each, Optimizer)
     )
-    if type(optimizer).__module__.startswith(("torch.optim.", "pipeloom.")) and not hooked:
+    if type(optimizer).__module__.startswith(("torch.optim.", "pipeloom.")) and not changed:
         return
     draw = torch.Generator().manual_seed(0)
     shapes = {name: [min(n, SMALL) for n in param.shape] for name, param in params.items()}
@@ -412,12 +419,21 @@ def refuse_coupled(
         for _ in range(8)
     ]
     pairs = zip(drawn, reversed(drawn), strict=True)
-    others = [{n: (a if n in mine else b)[n] for n in shapes} for a, b in pairs]
-    updates = []
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # the user's code need not step small ones
-        for start, *gradients in (drawn, others):
-            torch.manual_seed(0)
-            updates.append(_updates(make, start, gradients, rows))
+    # The others' size changes from step to step: of many the norms are nearly equal else.
+    others = [
+        {n: a[n] if n in mine else 10 ** (step % 2) * b[n] for n in shapes}
+        for step, (a, b) in enumerate(pairs)
+    ]
+    updates: list[dict[str, Tensor]] = []
+    with torch.random.fork_rng(devices=[]):
+        for dtype in (torch.float64, torch.float32):
+            if len(updates) < 2:
+                updates = []
+                with suppress(Exception):  # the user's code need not step small ones
+                    for way in (drawn, others):
+                        torch.manual_seed(0)
+                        start, *gradients = ({n: t.to(dtype) for n, t in one.items()} for one in way)
+                        updates.append(_updates(make, start, gradients, rows))
     if len(updates) < 2:
         return
     for name in (n for n in params if n in mine):
@@ -444,7 +460,10 @@ def _refuse_parts_if_not_elementwise(
         return {n: torch.rand(shape, generator=draw, dtype=torch.float64) for n, shape in shapes.items()}
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.cat([tensors[part] for part in parts]) for name, parts in wholes.items()}
+        return {
+            name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[name]
+            for name, parts in wholes.items()
+        }
 
     start, gradient = in_parts(), in_parts()
     one = whole(_updates(make, start, [gradient] * 2, rows))

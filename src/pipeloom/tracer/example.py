@@ -105,6 +105,8 @@ def job_of(
             hint="give one batch of the loader, as next(iter(loader)): a dictionary of tensors, a tuple of "
             "them, or one tensor",
         )
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"the loss is {of_type(loss)}", hint="give a function of outputs and targets")
     form, for_loss = BatchForm(), 0
     if not isinstance(example, Mapping):
         parts = 1 if isinstance(example, Tensor) else len(tuple(example))

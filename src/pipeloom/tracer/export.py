@@ -237,7 +237,8 @@ class CallsWatched(TorchFunctionMode):
             how = "detaches a tensor in place"
         else:
             for tensor in tensors_of(_changed_by(func, name, args, kwargs)):
-                if not torch.is_grad_enabled() and _learns(tensor):
+                learns = _learns(tensor) or (tensor._base is not None and _learns(tensor._base))
+                if not torch.is_grad_enabled() and learns:
                     how = "changes a tensor in place under torch.no_grad()"
                 elif not tensor.requires_grad and not self._detached.keys().isdisjoint(storage_ids([tensor])):
                     how = "changes a tensor in place by way of detach()"
@@ -406,7 +407,8 @@ def _assigned_as_real(assign: Any, whole: Tensor, part: Tensor, dim: int = 0, *w
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:
-    """Detach the results of `torch.no_grad` regions, because decomposing inlines the regions."""
+    """Detach the results of `torch.no_grad` regions, and what is written there into tensors from outside,
+    because decomposing inlines the regions."""
     regions = [
         (outer, node)
         for outer in module.modules()
@@ -416,6 +418,13 @@ def _detach_no_grad_regions(module: fx.GraphModule) -> None:
     ]
     for outer, node in regions:
         body = getattr(outer, node.args[1].target)
+        for inner in [*body.graph.nodes]:
+            if (schema := getattr(inner.target, "_schema", None)) is not None and schema.is_mutable:
+                with body.graph.inserting_before(inner):
+                    inner.args = tuple(
+                        given if of.alias_info is not None else fx.map_arg(given, _detach_if_real)
+                        for given, of in zip(inner.args, schema.arguments, strict=False)
+                    )
         output = body.graph.output_node()
         with body.graph.inserting_before(output):
             output.args = (fx.map_arg(output.args[0], _detach),)
@@ -426,6 +435,12 @@ def _detach(node: fx.Node) -> fx.Node:
     detached = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     detached.meta = dict(node.meta)
     return detached
+
+
+def _detach_if_real(node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    real = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return _detach(node) if real else node
 
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
