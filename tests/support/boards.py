@@ -1,7 +1,5 @@
 """Boards of ranks that are threads of this process."""
 
-from __future__ import annotations
-
 import math
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Random op graphs: chains, series-parallel graphs, others; requests for them, and their plans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -89,16 +87,9 @@ def request_for(
 
 def plan_of(request: Request, strategy: str = "graphpipe", **options) -> Plan:
     """The plan of a request by a planner. Raises: InfeasibleError if nothing fits."""
-    return make_plan(
-        request.graph,
-        request.profile,
-        request.cluster,
-        request.options,
-        ranks=len(request.cluster.devices),
-        planner=strategy,
-        explained=False,
-        **options,
-    )
+    given = request.graph, request.profile, request.cluster, request.options
+    how = {"ranks": len(request.cluster.devices), "planner": strategy, "explained": False}
+    return make_plan(*given, **how | options)
 
 
 def step_s(request: Request, strategy: str = "graphpipe", **options) -> float:

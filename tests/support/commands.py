@@ -1,7 +1,5 @@
 """Commands as users type them, run in this process, in a folder with jobs and a cluster."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,11 +1,18 @@
-"""Compiling without a compiler: ratios that are known, and which pieces were asked for."""
+"""Profiles without measuring, and compiling without a compiler: ratios that are known."""
 
-from __future__ import annotations
-
+from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.ir.stages import StageGraph
 from pipeloom.profiler.compiled_pieces import CompiledRatio
 from pipeloom.profiler.measure_op import Timer
 from pipeloom.tracer.captured import Captured
+
+
+def profile_of(captured: Captured, **seconds: float) -> Profile:
+    """Each op takes so long on this machine's CPU."""
+    graph, cost = captured.graph, OpCost(**seconds)
+    costs = {op.name: cost for op in graph.ops}
+    batch = batch_text(graph.inputs)
+    return Profile(device="cpu", source="measured", graph=graph.fingerprint, batch=batch, costs=costs)
 
 
 class KnownRatios:

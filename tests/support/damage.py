@@ -1,30 +1,18 @@
 """What fuzzing shares: nouns to damage, one change anywhere in a JSON value, and what counts as an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from random_ops import wired
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.graph import Op, OpGraph, Value
 from pipeloom.ir.plan import Plan, StagePlan, load_plan
+from pipeloom.ir.profile import OpCost
 
-VALUES = tuple(Value(name=f"v{i}", shape=(2,), dtype="float32", needs_grad=True) for i in range(3))
-GRAPH = OpGraph(
-    name="model",
-    inputs=(Value(name="x", shape=(2,), dtype="float32"),),
-    parameters=(),
-    buffers=(),
-    loss="v2",
-    ops=tuple(
-        Op(name=f"op{i}", target="aten", inputs=("x",) if i == 0 else (f"v{i - 1}",), outputs=(VALUES[i],))
-        for i in range(3)
-    ),
-)
+GRAPH, _ = wired([[], [0], [1]], [2] * 3, [1] * 3, [OpCost(forward_s=1.0)] * 3)
 PLAN = Plan(
     graph=GRAPH.fingerprint,
     planner="test",

@@ -1,7 +1,5 @@
 """A deep chain of layers of one width: each activation of the same size, so that levels can be counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 

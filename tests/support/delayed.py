@@ -4,9 +4,7 @@ The one process runs the uncut captured graph, in float64: batch b on version ma
 newest. The first `flushed` batches are on the newest version; a correction extrapolates later updates.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
@@ -46,25 +45,18 @@ class Tied(nn.Module):
         return x
 
 
-def _batch(index: int, rows: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(index)
-    return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)}
+def _loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return output.square().mean()
 
 
-_JOBS = {
-    tied: Job(
-        name=f"tied-{tied}",
-        model=partial(Tied, tied=tied),
-        loss=lambda output, batch: output.square().mean(),
-        batch=_batch,
-    )
-    for tied in (False, True)
-}
+_MODELS = {tied: partial(Tied, tied=tied) for tied in (False, True)}
+_BATCH = normal(torch.float64, x=(WIDTH,))
 
 
 def job_of(optimizer: str = "adamw", tied: bool = False) -> Job:
     """The same functions each time, so that tests share captures (see `runs.shared_captures`)."""
-    return replace(_JOBS[tied], optimizer=OPTIMIZERS[optimizer])
+    how = {"model": _MODELS[tied], "batch": _BATCH, "loss": _loss, "optimizer": OPTIMIZERS[optimizer]}
+    return Job(name=f"tied-{tied}", **how)
 
 
 def steady_plan(

@@ -1,7 +1,5 @@
 """Hypothesis strategies: valid schedules of every family on chains and DAGs, and random edits of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -71,24 +69,14 @@ def dag_cases(draw: st.DrawFn) -> Case:
     edges = [(label[a], label[b]) for a, b in sorted(chosen)]
     without = draw(st.frozensets(st.sampled_from(edges), max_size=3)) if edges else ()
     tied = draw(st.frozensets(st.tuples(st.integers(0, count - 1), st.sampled_from("xyz")), max_size=5))
-    stages = dag(
-        count,
-        edges,
-        loss_stage=label[count - 1],
-        no_gradient=without,
-        value_bytes=4 * draw(st.integers(1, 5)),
-        params={s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)},
-    )
+    params = {s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)}
+    size = 4 * draw(st.integers(1, 5))
+    stages = dag(count, edges, loss_stage=label[-1], no_gradient=without, value_bytes=size, params=params)
     ranks = draw(st.integers(1, count))
     placement = tuple(draw(st.permutations([stage % ranks for stage in range(count)])))
-    schedule = registry.build(
-        draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])),
-        stages,
-        placement,
-        draw(st.integers(1, 5)),
-        split_backward=draw(st.booleans()),
-    )
-    return Case(stages, schedule)
+    name = draw(st.sampled_from(["gpipe", "1f1b", "forward_only"]))
+    microbatches, splits = draw(st.integers(1, 5)), draw(st.booleans())
+    return Case(stages, registry.build(name, stages, placement, microbatches, split_backward=splits))
 
 
 @st.composite
@@ -106,20 +94,12 @@ def shard_cases(draw: st.DrawFn) -> Case:
     return Case(stages, registry.build(name, stages, placement, count, split_backward=split))
 
 
+SWAP: dict[str, Any] = {"stages": lambda s: s < 2, "seconds": 1.0, "meets": lambda s: (1 - s,)}
 ADDED = (
     declare(Operation(letters="NOTE", meaning="behind each F", after=F, seconds=0.5)),
     declare(Operation(letters="PACK", meaning="behind every second W", after=W, every=2, share=0.25)),
     declare(Operation(letters="WARM", meaning="in front of each B", before=B, ahead=1, stream="host")),
-    declare(
-        Operation(
-            letters="SWAP",
-            meaning="stages 0 and 1 meet",
-            after=F,
-            stages=lambda s: s < 2,
-            seconds=1.0,
-            meets=lambda s: (1 - s,),
-        )
-    ),
+    declare(Operation(letters="SWAP", meaning="stages 0 and 1 meet", after=F, **SWAP)),
 )
 """Operations that a user may have declared."""
 
@@ -183,14 +163,13 @@ def paired_cases(draw: st.DrawFn) -> Case:
 
 
 def cases() -> st.SearchStrategy[Case]:
-    return st.one_of(
-        library_cases(), library_cases(), dag_cases(), shard_cases(), operation_cases(), paired_cases()
-    )
+    library = library_cases()
+    return st.one_of(library, library, dag_cases(), shard_cases(), operation_cases(), paired_cases())
 
 
 Table = list[list[Any]]
-Edit = Callable[[st.DrawFn, Table], None]
-"""Changes rows in place, which are not all empty."""
+Edit = Callable[[st.DrawFn, Table, int, int], None]
+"""Changes rows in place: something at a rank and a place in its row, or elsewhere."""
 
 
 def _place(draw: st.DrawFn, rows: Table) -> tuple[int, int]:
@@ -198,108 +177,79 @@ def _place(draw: st.DrawFn, rows: Table) -> tuple[int, int]:
     return rank, draw(st.integers(0, len(rows[rank]) - 1))
 
 
-def next_to_next(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    row = rows[rank]
-    other = min(at + 1, len(row) - 1)
+def _put(draw: st.DrawFn, row: list[Any], step: Any) -> None:
+    row.insert(draw(st.integers(0, len(row))), step)
+
+
+def next_to_next(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    row, other = rows[rank], min(at + 1, len(rows[rank]) - 1)
     row[at], row[other] = row[other], row[at]
 
 
-def swap(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    other = draw(st.integers(0, len(rows[rank]) - 1))
-    rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
+def swap(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    row, other = rows[rank], draw(st.integers(0, len(rows[rank]) - 1))
+    row[at], row[other] = row[other], row[at]
 
 
-def delete(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
+def delete(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     del rows[rank][at]
 
 
-def duplicate(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    rows[rank].insert(draw(st.integers(0, len(rows[rank]))), rows[rank][at])
+def duplicate(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    _put(draw, rows[rank], rows[rank][at])
 
 
-def move(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    step = rows[rank].pop(at)
-    rows[rank].insert(draw(st.integers(0, len(rows[rank]))), step)
+def move(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    _put(draw, rows[rank], rows[rank].pop(at))
 
 
-def move_away(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
-    step = rows[rank].pop(at)
-    other = draw(st.integers(0, len(rows) - 1))
-    rows[other].insert(draw(st.integers(0, len(rows[other]))), step)
+def move_away(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    _put(draw, draw(st.sampled_from(rows)), rows[rank].pop(at))
 
 
-def rotate(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
+def rotate(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     rows[rank][:] = rows[rank][at:] + rows[rank][:at]
 
 
-def swap_rows(draw: st.DrawFn, rows: Table) -> None:
-    rank, other = _place(draw, rows)[0], _place(draw, rows)[0]
+def swap_rows(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
+    other, _ = _place(draw, rows)
     rows[rank], rows[other] = rows[other], rows[rank]
 
 
-def rename(draw: st.DrawFn, rows: Table) -> None:
+def rename(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     """Two micro-batches change their names on all ranks: what was valid stays so, but for slices."""
     a, b = draw(st.integers(0, 4)), draw(st.integers(0, 4))
-    flip = {a: b, b: a}
+    names = {a: b, b: a}
     for row in rows:
-        row[:] = [
-            replace(s, microbatch=flip.get(s.microbatch, s.microbatch)) if hasattr(s, "microbatch") else s
-            for s in row
-        ]
+        row[:] = [replace(s, microbatch=names.get(s.microbatch, s.microbatch)) for s in row]
 
 
-def other_number(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
+def other_number(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     names = ["microbatch", "stage", *(["peer"] if rows[rank][at].is_transfer else [])]
     rows[rank][at] = replace(rows[rank][at], **{draw(st.sampled_from(names)): draw(st.integers(0, 9))})
 
 
-def other_kind(draw: st.DrawFn, rows: Table) -> None:
-    rank, at = _place(draw, rows)
+def other_kind(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     step = rows[rank][at]
-    kinds = [F, B, I, W, Kind("OFFLOAD"), Kind("AWAIT"), Kind("RELOAD"), Kind("RECOMPUTE")]
-    kinds += [operation.kind for operation in ADDED]
+    kinds = "F B I W OFFLOAD AWAIT RELOAD RECOMPUTE".split() + [operation.kind for operation in ADDED]
     if step.is_stage_wide:
-        kinds = [Kind("STEP"), Kind("REDUCE")]
+        kinds = ["STEP", "REDUCE"]
     elif step.is_transfer:
-        kinds = [Kind("SEND_F"), Kind("RECV_F"), Kind("SEND_B"), Kind("RECV_B")]
-    rows[rank][at] = replace(step, kind=draw(st.sampled_from(kinds)))
+        kinds = ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+    rows[rank][at] = replace(step, kind=Kind(draw(st.sampled_from(kinds))))
 
 
-def split(draw: st.DrawFn, rows: Table) -> None:
+def split(draw: st.DrawFn, rows: Table, rank: int, at: int) -> None:
     """A B becomes I and, anywhere behind it, W: still valid."""
-    rank, at = _place(draw, rows)
-    step = rows[rank][at]
+    row, step = rows[rank], rows[rank][at]
     if step.kind == B:
-        rows[rank][at] = replace(step, kind=I)
-        last = len(rows[rank]) if not any(s.is_stage_wide for s in rows[rank]) else at + 1
-        rows[rank].insert(draw(st.integers(at + 1, last)), replace(step, kind=W))
+        row[at] = replace(step, kind=I)
+        last = len(row) if not any(s.is_stage_wide for s in row) else at + 1
+        row.insert(draw(st.integers(at + 1, last)), replace(step, kind=W))
 
 
-EDITS: dict[str, Edit] = {
-    edit.__name__: edit
-    for edit in (
-        next_to_next,
-        swap,
-        delete,
-        duplicate,
-        move,
-        move_away,
-        rotate,
-        swap_rows,
-        rename,
-        other_number,
-        other_kind,
-        split,
-    )
-}
+_EDITS = (next_to_next, swap, delete, duplicate, move, move_away, rotate, swap_rows, rename)
+EDITS: dict[str, Edit] = {e.__name__: e for e in (*_EDITS, other_number, other_kind, split)}
 
 OFTEN = ("next_to_next", "swap", "move")
 """Edits that leave everything there, so that the order alone decides."""
@@ -312,7 +262,7 @@ def edited_rows(draw: st.DrawFn, rows: Any, names: list[str]) -> Any:
     table = [list(row) for row in rows]
     for name in names:
         if any(table):
-            EDITS[name](draw, table)
+            EDITS[name](draw, table, *_place(draw, table))
     return tuple(map(tuple, table))
 
 

@@ -1,7 +1,5 @@
 """Plans of a small byte-level GPT for any schedule of the library, in its usual placement."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """What three ranks exchange by their channels, on any device."""
 
-from __future__ import annotations
-
 import torch
 
 from pipeloom.ir.graph import Value

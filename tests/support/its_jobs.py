@@ -19,10 +19,13 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
         self.head = nn.Linear(widths[-1], head) if head else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.head(x).square().mean()
+        return self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(x).square().mean()
 
 
 class Deeper(Net):
@@ -41,9 +44,7 @@ class Classifier(Net):
     """Its head is dearer than all the rest: stages cannot be equal."""
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return nn.functional.cross_entropy(self.head(x), target)
+        return nn.functional.cross_entropy(self.logits(x), target)
 
 
 class Words(nn.Module):
@@ -70,27 +71,6 @@ def batch_of_words(seed: int, size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def job() -> Job:
-    """11 ops."""
-    return Job(name="tiny", model=lambda: Net(*[8] * 5), batch=batch)
-
-
-def other() -> Job:
-    return Job(name="other", model=lambda: Deeper(*[8] * 5), batch=batch)
-
-
-def counting() -> Job:
-    return Job(name="counting", model=lambda: Counting(*[8] * 5), batch=batch)
-
-
-def wide() -> Job:
-    return Job(name="tiny", model=lambda: Net(*[512] * 5), batch=lambda seed, size: batch(seed, size, 512))
-
-
-def odd() -> Job:
-    return Job(name="odd", model=lambda: Classifier(8, *[16] * 7, head=64), batch=batch_with_targets)
-
-
 class Repeated(nn.Module):
     """A front, four equal blocks and a head."""
 
@@ -107,13 +87,15 @@ class Repeated(nn.Module):
         return self.head(x).square().mean()
 
 
-def blocks() -> Job:
-    return Job(name="tiny", model=Repeated, batch=batch, loss=lambda output, batch: output)
+def job() -> Job:
+    """11 ops."""
+    return Job(name="tiny", model=lambda: Net(*[8] * 5), batch=batch)
 
 
-def without_blocks() -> Job:
-    return Job(name="tiny", model=lambda: Net(8, head=8), batch=batch)
-
-
-def words() -> Job:
-    return Job(name="words", model=Words, batch=batch_of_words)
+other = Job(name="other", model=lambda: Deeper(*[8] * 5), batch=batch)
+counting = Job(name="counting", model=lambda: Counting(*[8] * 5), batch=batch)
+wide = Job(name="tiny", model=lambda: Net(*[512] * 5), batch=lambda seed, size: batch(seed, size, 512))
+odd = Job(name="odd", model=lambda: Classifier(8, *[16] * 7, head=64), batch=batch_with_targets)
+blocks = Job(name="tiny", model=Repeated, batch=batch, loss=lambda output, batch: output)
+without_blocks = Job(name="tiny", model=lambda: Net(8, head=8), batch=batch)
+words = Job(name="words", model=Words, batch=batch_of_words)

@@ -1,7 +1,5 @@
 """Random graphs, devices and caps, and what planners make of them: for the joint search and its bench."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import inf

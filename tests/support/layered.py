@@ -1,7 +1,5 @@
 """Transformer-like OpGraphs of any length, made without PyTorch: 12 ops per layer, and 4 more."""
 
-from __future__ import annotations
-
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 
 DTYPE, WORDS = "bfloat16", 32_000
@@ -17,14 +15,8 @@ def layered(layers: int, *, hidden: int = 1024, length: int = 512, rows: int = 4
     x = made.op("head", "aten.linear.default", [x], WORDS, "head", weight=(WORDS, hidden))
     made.op("loss", "aten.nll_loss_forward.default", [x], 0, "")
     ids = Value(name="ids", shape=(rows, length), dtype="int64")
-    return OpGraph(
-        name=f"layered-{layers}",
-        inputs=(ids,),
-        ops=tuple(made.ops),
-        parameters=tuple(made.parameters),
-        buffers=(),
-        loss="loss",
-    )
+    given = {"inputs": (ids,), "parameters": tuple(made.parameters), "buffers": (), "loss": "loss"}
+    return OpGraph(name=f"layered-{layers}", ops=tuple(made.ops), **given)
 
 
 class _Making:
@@ -34,14 +26,7 @@ class _Making:
         self.parameters: list[Parameter] = []
 
     def op(
-        self,
-        name: str,
-        target: str,
-        inputs: list[str],
-        width: int,
-        module: str,
-        *,
-        weight: tuple[int, ...] = (),
+        self, name: str, target: str, inputs: list[str], width: int, module: str, weight: tuple[int, ...] = ()
     ) -> str:
         shape = (self.rows, self.length, width) if width else ()
         value = Value(name=name, shape=shape, dtype=DTYPE if width else "float32", needs_grad=True)

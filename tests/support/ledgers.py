@@ -1,7 +1,5 @@
 """Peaks of real runs by the ledger, beside what the planner's memory model predicts for the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How much memory PyTorch's allocator really handed out: an independent witness for tests of memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ All are without dropout, so that they can be compared with plain PyTorch; `dropo
 `families(dropout=0.1)`. Batches come from generators of their own and never touch the global one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -107,17 +105,12 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(8, 8, 3, padding=1, bias=False),
-                nn.BatchNorm2d(8),
-                nn.ReLU(True),
-                nn.Conv2d(8, 8, 3, padding=1, bias=False),
-                nn.BatchNorm2d(8),
-            )
-            for _ in range(2)
-        )
+
+        def conv(channels: int) -> list[nn.Module]:
+            return [nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)]
+
+        self.stem = nn.Sequential(*conv(3), nn.ReLU(True))
+        self.blocks = nn.ModuleList(nn.Sequential(*conv(8), nn.ReLU(True), *conv(8)) for _ in range(2))
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -240,19 +233,9 @@ _SMALL: dict[str, Any] = {
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            **_SMALL,
-            n_positions=64,
-            use_cache=False,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-            loss_type="ForCausalLMLoss",
-        )
-    )
+    more: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    more |= {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLMLoss"}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**_SMALL, **more, n_positions=64, use_cache=False))
 
 
 def bert(dropout: float = 0.0) -> nn.Module:
@@ -266,19 +249,9 @@ def llama(dropout: float = 0.0) -> nn.Module:
 
 
 def t5(dropout: float = 0.0) -> nn.Module:
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            num_layers=2,
-            d_model=32,
-            num_heads=4,
-            d_kv=8,
-            d_ff=64,
-            vocab_size=VOCABULARY,
-            use_cache=False,
-            decoder_start_token_id=0,
-            dropout_rate=dropout,
-        )
-    )
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": VOCABULARY}
+    config = hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0, dropout_rate=dropout)
+    return hf.T5ForConditionalGeneration(config)
 
 
 def mixtral() -> nn.Module:

@@ -1,7 +1,5 @@
 """All optimizers of `torch.optim`, and a small model with a tied parameter that they train."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a stage takes by the planner's model, and by the graphs that its rank runs, part by part."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A small model that a script makes at once: nothing but PyTorch is loaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Python in processes of its own, whose output is read: one, or one for each rank."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

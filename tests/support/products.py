@@ -1,7 +1,5 @@
 """A chain of matrix products with skips, of any width: little code, much to keep."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Random models: programs of a few instructions over tensors of one shape, and random ways to cut them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

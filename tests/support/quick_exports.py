@@ -1,8 +1,6 @@
 """`torch.export`, a third faster for tests, which export some thousand models: what it does anew for each is
 done once."""
 
-from __future__ import annotations
-
 import gc
 import typing
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Graphs of ops for the planner: chains by hand, random graphs with everything that the cost model
 distinguishes, and searches for their cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,16 +45,10 @@ def wired(
         )
         for k in range(count)
     )
-    graph = OpGraph(
-        name=name,
-        inputs=(Value(name="x", shape=x, dtype="float32"),),
-        ops=ops,
-        parameters=tuple(
-            Parameter(name=n, shape=(weights[int(n[1:])],), dtype="float32") for n in dict.fromkeys(owned)
-        ),
-        buffers=(),
-        loss=f"v{count - 1}",
-    )
+    inputs = (Value(name="x", shape=x, dtype="float32"),)
+    params = (Parameter(name=n, shape=(weights[int(n[1:])],), dtype="float32") for n in dict.fromkeys(owned))
+    given = {"inputs": inputs, "parameters": tuple(params), "buffers": (), "loss": f"v{count - 1}"}
+    graph = OpGraph(name=name, ops=ops, **given)
     each = {op.name: cost for op, cost in zip(ops, costs, strict=True)}
     return graph, Profile(device=device, source="hand", graph=graph.fingerprint, batch=(), costs=each)
 
@@ -122,14 +114,9 @@ def op_graph(draw: Draw, ops: int) -> OpGraph:
         )
         values |= {v.name: v for v in outputs}
     last = [op for op in made if not op.cheap][-1]
-    return OpGraph(
-        name="random",
-        inputs=inputs,
-        ops=tuple(made),
-        parameters=parameters,
-        buffers=(Buffer(name="b0", shape=(7,), dtype="float32"),),
-        loss=last.outputs[0].name,
-    )
+    buffers, loss = (Buffer(name="b0", shape=(7,), dtype="float32"),), last.outputs[0].name
+    given = {"inputs": inputs, "parameters": parameters, "buffers": buffers, "loss": loss}
+    return OpGraph(name="random", ops=tuple(made), **given)
 
 
 def profile_of(draw: Draw, graph: OpGraph) -> Profile:
@@ -152,9 +139,8 @@ def cluster_of(
     caps: Sequence[int], bandwidth: float = 1e9, latency_s: float = 0.0, nodes: int = 1
 ) -> Cluster:
     """A device for each cap, in turn on so many nodes, between which links are slower."""
-    devices = tuple(
-        Device(name=f"d{rank}", memory_bytes=cap, node=rank % nodes) for rank, cap in enumerate(caps)
-    )
+    each = enumerate(caps)
+    devices = tuple(Device(name=f"d{rank}", memory_bytes=cap, node=rank % nodes) for rank, cap in each)
     within = Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
     between = Link(bandwidth_bytes_per_s=bandwidth / 4, latency_s=2 * latency_s)
     return Cluster(devices=devices, within_node=within, between_nodes=between)

@@ -1,7 +1,5 @@
 """Random stages with all that decides about residuals, for tests of memory optimisation and its bench."""
 
-from __future__ import annotations
-
 import random
 
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -52,9 +50,7 @@ def random_model(
         saves += [v.name for v in others if more.random() < 0.4]
         forward = 1.0 if equal_times else draw.uniform(0.2, 2.0)
         costs[op.name] = OpCost(
-            forward_s=forward,
-            input_grad_s=forward,
-            weight_grad_s=forward,
+            **dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), forward),
             saves=tuple(saves),
             extra_saved_bytes=draw.choice((0, 0, 8)),
             transient_bytes=draw.choice((0, 0, 40)),
@@ -62,14 +58,8 @@ def random_model(
         )
     momentum = UpdateBytes(state=20, step=20)
     weight = Parameter(name="w", shape=(5,), dtype="float32", given_update=momentum)
-    graph = OpGraph(
-        name="random",
-        inputs=(values[0],),
-        ops=tuple(made),
-        parameters=(weight,),
-        buffers=(),
-        loss=values[-1].name,
-    )
+    given = {"inputs": (values[0],), "parameters": (weight,), "buffers": (), "loss": values[-1].name}
+    graph = OpGraph(name="random", ops=tuple(made), **given)
     profile = Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
     host = None if host_bytes_per_s is None else Link(bandwidth_bytes_per_s=host_bytes_per_s)
     device = Device(name="d", memory_bytes=1 << 40, host_link=host, host_memory_bytes=host_memory)

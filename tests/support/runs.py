@@ -1,7 +1,5 @@
 """Pipelines on threads, plain PyTorch beside them, and how far apart their numbers are."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ F takes 1 and B 3; where a backward is split, I and W each half of B. A micro-ba
 on a stage. A stage on all ranks takes F = B = 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,17 +13,9 @@ from pipeloom.schedules.search.problem import SearchProblem, SearchStage
 
 
 def _stage(name: str, after: list[int], ranks: list[int], *, split: bool, wide: bool = False) -> SearchStage:
-    back = 0.5 if wide else 1.5
-    return SearchStage(
-        name=name,
-        forward_s=1.0,
-        input_grad_s=back,
-        weight_grad_s=back,
-        split=split,
-        residual_bytes=1.0,
-        after=tuple(after),
-        ranks=tuple(ranks),
-    )
+    times = {"forward_s": 1.0} | dict.fromkeys(("input_grad_s", "weight_grad_s"), 0.5 if wide else 1.5)
+    where = {"after": tuple(after), "ranks": tuple(ranks)}
+    return SearchStage(name=name, split=split, residual_bytes=1.0, **times, **where)
 
 
 def _without_memory(stage: SearchStage) -> SearchStage:

@@ -1,7 +1,5 @@
 """Random programs that offload and recompute, random costs, and clusters whose ranks share links."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
@@ -47,14 +45,10 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
         return Link(bandwidth_bytes_per_s=dice.uniform(2, most), latency_s=dice.random() / 10)
 
     names = {device.switch for device in devices if device.switch}
-    return Cluster(
-        devices=devices,
-        within_node=replace(link(60), overhead_s=0.05),
-        between_nodes=link(20),
-        groups={"g": link(80)},
-        switches={name: link(60) for name in sorted(names)},
-        node_link=link(20) if dice.random() < 0.8 else None,
-    )
+    links = {"within_node": replace(link(60), overhead_s=0.05), "between_nodes": link(20)}
+    switches = {name: link(60) for name in sorted(names)}
+    node_link = link(20) if dice.random() < 0.8 else None
+    return Cluster(devices=devices, **links, groups={"g": link(80)}, switches=switches, node_link=node_link)
 
 
 def treated(program: Program, dice: Random) -> Program:
@@ -78,23 +72,15 @@ def treated(program: Program, dice: Random) -> Program:
 
 def uneven(stages: int, dice: Random) -> tuple[StageCost, ...]:
     """Random times: no two events of different ranks come at the same time by chance."""
-    return tuple(
-        StageCost(
-            forward_s=1 + dice.random(),
-            backward_s=2 + dice.random(),
-            input_grad_s=1 + dice.random(),
-            weight_grad_s=dice.random(),
-            step_s=dice.random(),
-            residual_bytes=100,
-            carried_bytes=10,
-            offloaded_bytes=dice.randint(0, 50),
-            recomputed_bytes=dice.randint(0, 50),
-            offload_s=3 * dice.random(),
-            reload_s=3 * dice.random(),
-            recompute_s=dice.random(),
-        )
-        for _ in range(stages)
-    )
+    computing = {"forward_s": 1, "backward_s": 2, "input_grad_s": 1, "weight_grad_s": 0, "step_s": 0}
+
+    def cost() -> StageCost:
+        times = {name: least + dice.random() for name, least in (computing | {"recompute_s": 0}).items()}
+        times |= {name: 3 * dice.random() for name in ("offload_s", "reload_s")}
+        away = {name: dice.randint(0, 50) for name in ("offloaded_bytes", "recomputed_bytes")}
+        return StageCost(**times, **away, residual_bytes=100, carried_bytes=10)
+
+    return tuple(cost() for _ in range(stages))
 
 
 def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:

@@ -3,8 +3,6 @@
 Nothing here uses `pipeloom.checks.schedules` or what it is built from; only the nouns are shared.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence

@@ -4,8 +4,6 @@ Shares nothing with `pipeloom.simulator`. Times are exact to the bit where no tw
 resource come at the same time, as with random times.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

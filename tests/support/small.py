@@ -1,7 +1,5 @@
 """What many tests make: devices that are alike, rows as text, a schedule of the library, its step."""
 
-from __future__ import annotations
-
 from math import inf
 from random import Random
 
@@ -64,18 +62,11 @@ def whole_costs(stages: int, seed: int) -> tuple[StageCost, ...]:
     def number() -> int:
         return dice.randint(1, 9)
 
-    return tuple(
-        StageCost(
-            forward_s=number(),
-            backward_s=number(),
-            input_grad_s=number(),
-            weight_grad_s=dice.randint(0, 9),
-            step_s=number(),
-            residual_bytes=number(),
-            carried_bytes=number(),
-            static_bytes={"parameters": number()},
-            transient_bytes={"F": number(), "STEP": number()},
-            tied_bytes={"x": 8, "y": 4},
-        )
-        for _ in range(stages)
-    )
+    def cost() -> StageCost:
+        times = {name: number() for name in ("forward_s", "backward_s", "input_grad_s", "step_s")}
+        held = {name: number() for name in ("residual_bytes", "carried_bytes")}
+        held |= {"static_bytes": {"parameters": number()}, "tied_bytes": {"x": 8, "y": 4}}
+        transient = {"F": number(), "STEP": number()}
+        return StageCost(**times, **held, weight_grad_s=dice.randint(0, 9), transient_bytes=transient)
+
+    return tuple(cost() for _ in range(stages))

@@ -1,7 +1,5 @@
 """A schedule of the library for some times, as the list scheduler expects it."""
 
-from __future__ import annotations
-
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.shape import Shape

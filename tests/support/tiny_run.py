@@ -1,7 +1,5 @@
 """A run of a tiny GPT as `pipeloom train` has it: its config, a plan without measuring, and its losses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,13 +1,13 @@
 """A net of whole modules, and what each of four processes does with it on torch's own engine."""
 
-from __future__ import annotations
-
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from batches import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -67,6 +67,10 @@ class Tower(nn.Module):
         first = self.a(x)
         last = self.c(torch.tanh(self.b(first)))
         return last + first if self.skips else last
+
+
+def tower_job(model: Callable[[], nn.Module]) -> Job:
+    return Job(model=model, batch=normal(x=(4,)), loss=lambda output, batch: output.square().mean())
 
 
 def batch(seed: int, rows: int) -> dict[str, Tensor]:

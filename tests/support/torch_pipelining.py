@@ -1,7 +1,5 @@
 """A chain of blocks both in pipeloom and in torch.distributed.pipelining, to swap schedules between them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A model whose stages form a DAG, in float64: two towers of two layers and a join."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import graphpipe

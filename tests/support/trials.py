@@ -1,7 +1,5 @@
 """How many examples Hypothesis draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

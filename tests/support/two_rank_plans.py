@@ -1,8 +1,6 @@
 """Pipelines of two ranks: each schedule that trains, stages that form a DAG, versions of weights, replicas,
 treatments, checkpoints. What each gives on a device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
