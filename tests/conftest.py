@@ -1,7 +1,5 @@
 """What holds for every test of this process. The one that only hands out tests to others loads no torch."""
 
-from __future__ import annotations
-
 import sys
 import typing
 from collections import defaultdict

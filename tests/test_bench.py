@@ -1,7 +1,5 @@
 """Every script of bench/ can be imported, and what it names of a module is there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The models of `bench/graphpipe.py`: what they compute, how they are captured, and that cuts keep it."""
 
-from __future__ import annotations
-
 import graphpipe
 import nets
 import pytest

@@ -1,8 +1,6 @@
 """What was measured is kept for a day: op times, never taken for those of other ops, and what ranks of one
 machine take from each other."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -10,18 +8,20 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
+from compiled import profile_of
 from odd.case import Stack, job
+from refusals import refused
 from runs import capture_of, even_plan
 from torch import Tensor
 
-from pipeloom import PlanSettings, planning
+from pipeloom import Plan, PlanSettings, planning
 from pipeloom.caches import beside_ranks, contention, kept_plan, kept_profile
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.ir.profile import Profile
 from pipeloom.planning import make_request, plan_size
 from pipeloom.profiler.contention import Contention, measure_contention
 from pipeloom.tracer.captured import Captured
@@ -37,14 +37,7 @@ class Measured:
 
     def __call__(self, captured: Captured) -> Profile:
         self.times += 1
-        costs = {op.name: OpCost(forward_s=float(self.times)) for op in captured.graph.ops}
-        return Profile(
-            device="cpu",
-            source="measured",
-            graph=captured.graph.fingerprint,
-            batch=batch_text(captured.graph.inputs),
-            costs=costs,
-        )
+        return profile_of(captured, forward_s=float(self.times))
 
     @property
     def files(self) -> list[Path]:
@@ -67,9 +60,7 @@ def aged(file: Path, hours: float) -> None:
     os.utime(file, (0, time.time() - hours * 3600))
 
 
-def test_times_are_measured_once_a_day_and_old_ones_removed(
-    measured: Measured, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_times_are_measured_once_a_day_and_old_ones_removed(measured, caplog):
     caplog.set_level(logging.WARNING)
     captured = capture_of(job(Stack))
     assert kept_profile(captured, measured) == kept_profile(captured, measured)
@@ -128,9 +119,7 @@ def test_times_hold_for_the_same_ops_only(measured: Measured, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("why", ["an op of others", "turned off", "no folder"])
-def test_what_cannot_be_kept_is_measured_each_time(
-    measured: Measured, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_is_measured_each_time(measured, why, monkeypatch):
     captured = capture_of(job(Stack))
     if why == "an op of others":
         op = replace(captured.graph.ops[0], target="mine.kernel.default")
@@ -154,55 +143,43 @@ def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: 
 
 
 def test_a_plan_is_kept_unless_interrupted() -> None:
-    made, captured = job(Stack), capture_of(job(Stack))
-    plan, times = even_plan(made, 2, microbatches=2), list[Plan]()
-
-    def kept(notes: dict[str, str]) -> int:
-        def make() -> Plan:
-            times.append(plan)
-            return replace(plan, notes=notes)
-
+    captured, plan = capture_of(job(Stack)), even_plan(job(Stack), 2, microbatches=2)
+    ways = ("interrupted", "converged", "interrupted")
+    made = [Mock(return_value=replace(plan, notes={"search.ended": how})) for how in ways]
+    for make in made:
         kept_plan(captured, make)
-        return len(times)
-
-    interrupted, done = ({"search.ended": how} for how in ("interrupted", "converged"))
-    assert [kept(interrupted), kept(done), kept(interrupted)] == [1, 2, 2]
+    assert [make.call_count for make in made] == [1, 1, 0]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For how many ranks contention was measured; nothing is measured."""
-    ranks_of: list[int] = []
-
-    def measure(ranks: int) -> Contention:
-        ranks_of.append(ranks)
-        return Contention(ranks=ranks, products=2.0, others=1.5)
-
-    monkeypatch.setattr("pipeloom.profiler.contention.measure_contention", measure)
-    return ranks_of
+def measures(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Asked for contention between so many ranks."""
+    mock = Mock(side_effect=lambda ranks: Contention(ranks=ranks, products=2.0, others=1.5))
+    monkeypatch.setattr("pipeloom.profiler.contention.measure_contention", mock)
+    return mock
 
 
 def test_contention_is_measured_once_a_day_for_each_number_of_ranks_unless_a_factor_is_given(
-    asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    measures, monkeypatch
+):
     assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
-    assert contention(3).ranks == 3 and asked == [2, 3]
+    assert contention(3).ranks == 3
     monkeypatch.setenv("PIPELOOM_CONTENTION", "1.25")
-    assert contention(4) == Contention(ranks=4, products=1.25, others=1.25) and asked == [2, 3]
+    assert contention(4) == Contention(ranks=4, products=1.25, others=1.25)
+    assert measures.call_args_list == [call(2), call(3)]
     monkeypatch.setenv("PIPELOOM_CONTENTION", "2000")
     assert contention(4).products == 2000
     for wrong in ("0.5", "fast", "nan", "inf"):
         monkeypatch.setenv("PIPELOOM_CONTENTION", wrong)
-        with pytest.raises(ConfigError, match="PIPELOOM_CONTENTION"):
-            contention(4)
+        assert "PIPELOOM_CONTENTION" in refused(ConfigError, contention, 4)
 
 
-def test_plans_for_ranks_of_this_machine_take_it_into_account(asked: list[int]) -> None:
+def test_plans_for_ranks_of_this_machine_take_it_into_account(measures: Mock) -> None:
     captured = capture_of(job(Stack))
     alone = planning.profile(captured)
     how = {"captured": captured, "profiled": alone}
     _, model = plan_size(make_request(ranks=2, microbatch_size=2), job(Stack), **how)
-    assert asked == [2]
+    measures.assert_called_once_with(2)
     beside = model.profiles["cpu"]
     for op in model.graph.ops:
         factor = 2.0 if "linear" in op.target or "addmm" in op.target else 1.5
@@ -215,48 +192,38 @@ def test_plans_for_ranks_of_this_machine_take_it_into_account(asked: list[int]) 
 @pytest.mark.slow
 def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes. A clock that knows what the others do: an op takes three times as long beside them."""
-    told: list[str] = []
-    now = [0.0]
-    tell = profiler._tell
+    tell, now = Mock(wraps=profiler._tell), [0.0]
 
-    def watch(process: object, word: str) -> None:
-        told.append(word)
-        tell(process, word)
+    def told() -> list[str]:
+        return [call.args[1] for call in tell.call_args_list]
 
     def clock() -> float:
-        now[0] += 1.0 if not told or told[-1] == "rest" else 3.0
+        now[0] += 1.0 if told()[-1:] in ([], ["rest"]) else 3.0
         return now[0]
 
-    monkeypatch.setattr(profiler, "_tell", watch)
+    monkeypatch.setattr(profiler, "_tell", tell)
     monkeypatch.setattr(profiler, "ROUND_S", 0.0)
     monkeypatch.setattr(profiler.os, "sched_getaffinity", lambda _: {0, 1})
     assert measure_contention(2, clock=clock) == Contention(ranks=2, products=3.0, others=3.0)
-    assert told == ["products", "rest"] * profiler.ROUNDS + ["others", "rest"] * profiler.ROUNDS
+    assert told() == ["products", "rest"] * profiler.ROUNDS + ["others", "rest"] * profiler.ROUNDS
     for ranks, products in ((4, 6.0), (4000, 6000.0)):
-        told.clear()
+        tell.reset_mock()
         assert measure_contention(ranks, clock=clock).products == products, "more ranks than cores"
 
 
-def test_a_plan_is_kept_for_one_factor_of_contention(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured, settings = capture_of(job(Stack)), PlanSettings(ranks=2, microbatch_size=2, planner="equal")
-    monkeypatch.setattr(planning, "profile", measured)
-    steps_s = []
-    for factor in ("1", "10", "1"):
-        monkeypatch.setenv("PIPELOOM_CONTENTION", factor)
-        steps_s.append(planning.plan_here(job(Stack), settings, captured, device="cpu").predicted_step_s)
-    assert steps_s[0] == steps_s[2] < steps_s[1]
-
-
-def test_a_plan_is_kept_for_a_schedule_of_the_library_only(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plan_is_kept_for_one_factor_of_contention_and_for_a_schedule_of_the_library_only(
+    measured, monkeypatch, tmp_path
+):
     captured, file = capture_of(job(Stack)), tmp_path / "rows.txt"
-    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "planner": "equal", "schedule": str(file)}
     monkeypatch.setattr(planning, "profile", measured)
-    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
+
+    def planned(factor: str, **more: object) -> Plan:
+        monkeypatch.setenv("PIPELOOM_CONTENTION", factor)
+        settings = PlanSettings(ranks=2, microbatches=2, microbatch_size=2, planner="equal", **more)
+        return planning.plan_here(job(Stack), settings, captured, device="cpu")
+
+    once, slowed, again = (planned(factor).predicted_step_s for factor in ("1", "10", "1"))
+    assert once == again < slowed
     for second in ("1F0 1F1 1B0 1B1", "1F0 1B0 1F1 1B1"):
         file.write_text(f"0F0 0F1 0B0 0B1\n{second}\n")
-        made = planning.plan_here(job(Stack), PlanSettings(**how), captured, device="cpu")
-        assert made.schedule_rows[1] == second
+        assert planned("1", schedule=str(file)).schedule_rows[1] == second

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from commands import bad, figures, good, run
+from processes import output
 from safetensors.torch import load_file
 
 from pipeloom import plan_request
@@ -37,25 +37,14 @@ def test_help_describes_every_option(command: str) -> None:
             assert option.help and option.opts[0] in text, option.name
 
 
-def process(code: str) -> subprocess.CompletedProcess[str]:
-    """Commands in a process that has loaded nothing else; what it has loaded in the end is printed last."""
-    imports = "import sys; from functools import partial; from click.testing import CliRunner"
-    code = f"{imports}\nfrom pipeloom.cli import main\ntry:\n {code}\nfinally: print(*sys.modules)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_the_largest_micro_batch_that_is_looked_at_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_largest_micro_batch_that_is_looked_at_is_told(folder, monkeypatch, caplog):
     monkeypatch.setattr(plan_request, "LARGEST_MICROBATCH", 8)
     words = ("plan", "mine.py:job", "--cluster", "2 x a100-40", "--max-batch", "--no-what-if")
     assert figures(*words)["microbatch_size"] == 8 and "8 rows are the largest" in caplog.text
 
 
 @pytest.mark.parametrize("words", ["plan mine.py:job --planner auot", "train --job mine.py:job -s 1f2b"])
-def test_names_are_looked_up_before_the_model_is_captured(
-    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_looked_up_before_the_model_is_captured(words, folder, monkeypatch):
     for module in ("pipeloom.planning", "pipeloom.train.run"):
         monkeypatch.setattr(f"{module}.capture", None)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # so that no ranks start beside it
@@ -89,8 +78,8 @@ def test_simulate_draws_a_step_and_says_which_rank_holds_too_much(folder: Path) 
 def test_simulate_refuses_what_does_not_belong_together(folder: Path) -> None:
     good(*PLAN, "-o", "plan.json")
     good(*PROFILE, "--save", "eager.json")
-    for words in (["show", "plan.json"], ["check", "plan.json"]):
-        assert "`pipeloom simulate plan.json MODEL`" in bad(1, "schedule", *words)
+    for command in ("show", "check"):
+        assert "`pipeloom simulate plan.json MODEL`" in bad(1, "schedule", command, "plan.json")
     for words in (
         ["verify", "mine.py:other", "--plan", "plan.json"],
         ["simulate", "plan.json", "mine.py:other", "--cluster", "cluster.toml"],
@@ -143,53 +132,47 @@ def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, 
 
 
 def test_help_and_files_that_cannot_be_read_come_before_torch_is_loaded(folder: Path) -> None:
-    commands = [
-        ["train", "--help"],
-        ["verify", "--plan", "none.json"],
-        ["plan", "--profile", "none.json"],
-        ["plan", "-o", "no/p.json"],
-        ["train", "none.toml"],
-        ["train", "--set", "pipeline.plan=none.json"],
-    ]
-    each = f"for done in map(partial(CliRunner().invoke, main), {commands})"
-    *told, modules = process(f"{each}: print(done.exit_code, done.stderr[:13])").stdout.splitlines()
+    plans = ("verify --plan none.json", "plan --profile none.json", "plan -o no/p.json")
+    commands = ("train --help", *plans, "train none.toml", "train --set pipeline.plan=none.json")
+    code = f"""import sys
+from click.testing import CliRunner
+from pipeloom.cli import main
+for words in {commands}:
+    done = CliRunner().invoke(main, words.split())
+    print(done.exit_code, done.stderr[:13])
+print(*sys.modules)
+"""
+    *told, modules = output("-c", code).splitlines()
     assert told == ["0 ", *["2 error: cannot"] * 5] and "torch" not in modules.split()
 
 
 @pytest.mark.slow
 def test_first_and_last_ranks_share_nodes_if_asked(folder: Path) -> None:
     words = [*PLAN[:2], "--cluster", "2 nodes of 2 x a100-40", "--ranks", "4", "-m", "4", "--no-what-if"]
-
-    def nodes(*more: str) -> list[int]:
-        return [stage["node"] for stage in figures(*words, *more)["stages"]]
-
-    assert (nodes(), nodes("--pair-nodes")) == ([0, 0, 1, 1], [0, 1, 1, 0])
+    for more, nodes in ([], [0, 0, 1, 1]), (["--pair-nodes"], [0, 1, 1, 0]):
+        assert [stage["node"] for stage in figures(*words, *more)["stages"]] == nodes
     assert "node" in good(*words).split() and "node" not in good(*PLAN).split()
 
 
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "pipeloom", "schedule", "show", "1f1b"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "error: cannot write the output: No space left on device\n"
+        status, _, told = processes.run("-m", "pipeloom", "schedule", "show", "1f1b", stdout=full)
+    assert (status, told) == (1, "error: cannot write the output: No space left on device\n")
 
 
 def test_what_is_not_read_any_more_changes_neither_the_exit_status_nor_files(folder: Path) -> None:
     """`| head -1`."""
-    words = [sys.executable, "-m", "pipeloom", "schedule", "show", "1f1b", "--html", "s.html"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
-        assert command.stdout is not None
-        command.stdout.close()  # nobody reads from the first byte on
-        _, told = command.communicate(timeout=300)
-    assert command.returncode == 0 and told == b""
+    reads, writes = os.pipe()
+    os.close(reads)  # nobody reads from the first byte on
+    words = ("-m", "pipeloom", "schedule", "show", "1f1b", "--html", "s.html")
+    assert processes.run(*words, stdout=writes) == (0, None, "")
+    os.close(writes)
     assert (folder / "s.html").is_file()
 
 
 def test_ctrl_c_is_one_word_and_errors_of_the_users_code_name_their_line(folder: Path) -> None:
-    (folder / "broken.py").write_text(
-        "def stops():\n    raise KeyboardInterrupt\ndef fails():\n    raise RuntimeError('mine')\n"
-    )
+    lines = ("def stops():", "    raise KeyboardInterrupt", "def fails():", "    raise RuntimeError('mine')")
+    (folder / "broken.py").write_text("\n".join(lines))
     assert bad(130, "verify", "broken.py:stops") == "interrupted\n"
     told = bad(2, "verify", "broken.py:fails")
     assert told == "error: broken.py:fails fails: RuntimeError: mine (broken.py:4)\n"

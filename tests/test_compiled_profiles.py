@@ -1,15 +1,15 @@
 """Where ranks compile their stages, planners see the times of compiled functions. No test here depends on how
 fast anything is: what pieces take compiled is given."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import figures
-from compiled import KnownRatios
+from compiled import KnownRatios, profile_of
 from odd.case import CLASSES, WIDTH, job as job_of
+from refusals import refused
 from runs import assert_same, capture_of, pipelined, plain
 from torch import Tensor, nn
 
@@ -18,8 +18,7 @@ from pipeloom.caches import kept_profile
 from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.profile import OpCost, Profile, batch_text
-from pipeloom.ir.text import parse_bytes
+from pipeloom.ir.profile import Profile
 from pipeloom.plan_request import times_of
 from pipeloom.planning import plan as plan_job
 from pipeloom.tracer.captured import Captured
@@ -42,22 +41,19 @@ class Layered(nn.Module):
 
 def seconds(captured: Captured) -> Profile:
     """Each op takes 1 s forward, 2 s for input gradients, 4 s for weight gradients."""
-    cost = OpCost(forward_s=1.0, input_grad_s=2.0, weight_grad_s=4.0)
-    return Profile(
-        device="cpu",
-        source="measured",
-        graph=captured.graph.fingerprint,
-        batch=batch_text(captured.graph.inputs),
-        costs={op.name: cost for op in captured.graph.ops},
-    )
+    return profile_of(captured, forward_s=1.0, input_grad_s=2.0, weight_grad_s=4.0)
 
 
 JOB = job_of(Layered)
 
 
+@pytest.fixture
+def captured() -> Captured:
+    return capture_of(JOB)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager times are known, and nothing was compiled before."""
+def nothing_was_compiled_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
 
@@ -69,11 +65,6 @@ def known(monkeypatch: pytest.MonkeyPatch) -> KnownRatios:
     ratios = KnownRatios()
     monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratios)
     return ratios
-
-
-@pytest.fixture
-def captured() -> Captured:
-    return capture_of(JOB)
 
 
 def test_costs_are_scaled_and_equal_layers_compiled_once(known: KnownRatios, captured: Captured) -> None:
@@ -90,9 +81,7 @@ def test_costs_are_scaled_and_equal_layers_compiled_once(known: KnownRatios, cap
     assert set(known.asked) == {pieces[index].ops for index in (0, 1, 3, 4)}
 
 
-def test_ratios_are_kept_for_the_same_model(
-    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ratios_are_kept_for_the_same_model(known, captured, monkeypatch):
     first = compiled_profile(captured, kept_profile(captured, seconds))
     count = len(known.asked)
     assert compiled_profile(captured, seconds(captured)) == first and len(known.asked) == count
@@ -105,9 +94,7 @@ def test_ratios_are_kept_for_the_same_model(
     assert len(known.asked) == 3 * count
 
 
-def test_what_cannot_be_compiled_counts_as_eager(
-    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_compiled_counts_as_eager(known, captured, caplog):
     failing = pieces_of(captured.graph).stages[3]
     known.fails = failing.ops[0]
     found = compiled_profile(captured, seconds(captured))
@@ -119,9 +106,7 @@ def test_what_cannot_be_compiled_counts_as_eager(
     assert known.asked.count(failing.ops) == 2 and len(known.asked) == 4 + 1
 
 
-def test_compiling_is_bounded(
-    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_is_bounded(known, captured, monkeypatch):
     monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
     found = compiled_profile(captured, seconds(captured))
     # The one that takes most of the time: that of which there are two.
@@ -148,34 +133,23 @@ def test_planners_see_compiled_times(known: KnownRatios, captured: Captured) -> 
 
 def test_times_of_eager_ops_are_refused_for_compiled_plans(known: KnownRatios, captured: Captured) -> None:
     how = HOW | {"ranks": 1, "captured": captured, "compile": True}
-    with pytest.raises(PlanError, match="eager ops"):
-        plan_job(JOB, **how, cluster="1 x cpu")
-    with pytest.raises(PlanError, match="eager ops") as caught:
-        plan_job(JOB, **how, profiled=seconds(captured))
-    assert "profile --compile" in caught.value.hint
+    assert "eager ops" in refused(PlanError, plan_job, JOB, **how, cluster="1 x cpu")
+    assert "profile --compile" in refused(PlanError, plan_job, JOB, **how, profiled=seconds(captured))
     right = compiled_profile(captured, seconds(captured))
     assert times_of(plan_job(JOB, **how, profiled=right)) == times_of(plan_job(JOB, **how))
 
 
-def test_caps_are_kept_by_the_stages_that_are_compiled(
-    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caps_are_kept_by_the_stages_that_are_compiled(known, captured, monkeypatch):
     """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
-    seen: list[bool] = []
-
-    def peaks(plan: Plan, captured: Captured, costs: object, *, compiled: bool) -> tuple[int, ...]:
-        seen.append(compiled)
-        return plan.peaks
-
+    traced = Mock(side_effect=lambda plan, *_, **how: plan.peaks)
     monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
-    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
+    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", traced)
     plan = plan_job(JOB, **HOW | {"ranks": 1}, memory="100MiB", compile=True, captured=captured)
-    assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
+    assert [call.kwargs["compiled"] for call in traced.call_args_list] == [True]
+    assert plan.caps == (100 << 20,)
 
 
-def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
-    known: KnownRatios, captured: Captured, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(known, captured, folder, monkeypatch):
     monkeypatch.setenv("PIPELOOM_CONTENTION", "3")  # ranks slow each other
     monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: JOB)
     for way in (False, True):

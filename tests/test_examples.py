@@ -24,22 +24,19 @@ def losses(*words: str) -> list[float]:
     return [float(n) for n in re.findall(r"^(?:.*RayTrainWorker.* )?loss (\S+)", output(*words), re.M)]
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "better", "wanted"),
-    [
-        ("plain_script.py", 20, 1.0, "torch"),
-        ("lora.py", 11, 0.3, "peft"),
-    ],
+    [("plain_script.py", 20, 1.0, "torch"), ("lora.py", 11, 0.3, "peft")],
 )
-def test_a_script_learns_the_same_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, better: float, wanted: str
-) -> None:
+def test_a_script_learns_the_same_on_two_ranks(tmp_path, monkeypatch, name, count, better, wanted):
     pytest.importorskip(wanted, reason=f"{name} wants {wanted}, which is not installed")
     monkeypatch.chdir(tmp_path)
     script = str(EXAMPLES / name)
-    plain = losses(script, "--plain")
-    piped = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
+    plain, piped = losses(script, "--plain"), losses(*TORCHRUN, script)
     assert len(plain) == count and plain[-1] < plain[0] - better
     assert piped == pytest.approx(plain, abs=2e-4)  # they are printed with four digits
 
@@ -59,18 +56,13 @@ def test_two_workers_of_ray_learn_the_same() -> None:
     ("name", "start", "wanted"),
     [("hf_trainer.py", "eval losses 5.", "accelerate"), ("lightning_module.py", "validation ", "lightning")],
 )
-def test_a_trainers_script_gives_the_same_on_two_ranks(
-    tmp_path: Path, name: str, start: str, wanted: str
-) -> None:
+def test_a_trainers_script_gives_the_same_on_two_ranks(tmp_path, name, start, wanted):
     pytest.importorskip(wanted, reason=f"{name} wants {wanted}, which is not installed")
-
-    def last_line(*words: str) -> str:
-        return output(*words, cwd=tmp_path).splitlines()[-1]
-
     script = str(EXAMPLES / name)
-    plain = last_line(script, "--plain")
-    assert plain.startswith(start)
-    assert last_line("-m", "torch.distributed.run", "--nproc-per-node", "2", script) == plain
+    plain, piped = (
+        output(*words, cwd=tmp_path).splitlines()[-1] for words in ([script, "--plain"], [*TORCHRUN, script])
+    )
+    assert plain.startswith(start) and piped == plain
 
 
 def test_the_own_model_is_verified() -> None:

@@ -5,8 +5,6 @@ Nothing is downloaded: the environment's only other packages are links to those 
 the dependencies that the project declares, with what they need themselves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TINY = ("model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "validation_batches=1")
 
 pytestmark = pytest.mark.slow
@@ -45,32 +44,19 @@ def required(names: list[str]) -> Iterator[Distribution]:
     while waiting:
         requirement = waiting.pop()
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not applies or requirement.name.lower() in seen:
-            continue
-        seen.add(requirement.name.lower())
-        found = distribution(requirement.name)
-        yield found
-        waiting += [Requirement(text) for text in found.requires or ()]
+        if applies and requirement.name.lower() not in seen:
+            seen.add(requirement.name.lower())
+            found = distribution(requirement.name)
+            yield found
+            waiting += [Requirement(text) for text in found.requires or ()]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads: it leaves folders behind."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    return folder
-
-
-def environment(folder: Path, source: Path) -> Path:
+def environment(folder: Path) -> Path:
     """A new environment with the project's dependencies; its folder of programs."""
     venv.create(folder, with_pip=True, symlinks=True)
     run(folder / "bin" / "python", "-m", "pip", "uninstall", "-yq", "setuptools", folder=folder)  # an old one
     (packages,) = folder.glob("lib/python*/site-packages")
-    declared = tomllib.loads((source / "pyproject.toml").read_text())
-    asked = [*declared["project"]["dependencies"], *declared["build-system"]["requires"]]
-    for found in required(asked):
+    for found in required([*DECLARED["project"]["dependencies"], *DECLARED["build-system"]["requires"]]):
         for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
             link, target = packages / top, Path(str(found.locate_file(top)))
             if target.exists() and not link.exists() and top != "__pycache__":
@@ -80,16 +66,20 @@ def environment(folder: Path, source: Path) -> Path:
 
 def built(what: str, source: Path, target: Path) -> Path:
     """What the build backend's hook makes of a source tree: "sdist" or "wheel"."""
-    declared = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
-    code = f"import {declared['build-backend']} as backend, sys; backend.build_{what}(sys.argv[1])"
+    backend = DECLARED["build-system"]["build-backend"]
+    code = f"import {backend} as backend, sys; backend.build_{what}(sys.argv[1])"
     target.mkdir()
     run(sys.executable, "-c", code, target, folder=source)
     (made,) = target.iterdir()
     return made
 
 
-def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
+def test_installing_a_wheel(tmp_path: Path) -> None:
     """`python -m build` makes the source archive, unpacks it, and makes the wheel of what is in there."""
+    (source := tmp_path / "source").mkdir()  # a copy, as a build leaves folders behind
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     with tarfile.open(built("sdist", source, tmp_path / "archive")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
@@ -97,8 +87,9 @@ def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         packed = {name for name in files.namelist() if name.startswith("pipeloom/")}
     package = source / "src" / "pipeloom"
-    assert packed == {str(Path("pipeloom", f.relative_to(package))) for f in files_of(package)}
-    programs = environment(tmp_path / "env", source)
+    files = (f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    assert packed == {str(Path("pipeloom", f.relative_to(package))) for f in files}
+    programs = environment(tmp_path / "env")
     plain = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "-q")
     run(programs / "python", "-m", "pip", "install", *plain, wheel, folder=tmp_path)
     code = "import importlib.util; print(importlib.util.find_spec('transformers'))"
@@ -112,8 +103,3 @@ def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
     done = run(programs / "pipeloom", "train", "--steps", "2", "--json", *flags, folder=mine)
     assert json.loads(done.stdout)["steps"] == 2
     assert (mine / "runs" / "gpt-1" / "report.html").is_file()
-
-
-def files_of(package: Path) -> Iterator[Path]:
-    """All that belongs to the package: what compiling leaves behind does not."""
-    return (f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts)

@@ -1,7 +1,5 @@
 """Machine code that is made beside a capture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import PIPE
 

@@ -4,8 +4,6 @@ goes on from its newest checkpoint to the same losses, float for float.
 Linux only: ranks are found in /proc.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -15,9 +13,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import processes
 import pytest
 from tiny_run import TRAIN, losses, prepare
 
@@ -57,32 +55,21 @@ def until(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
         time.sleep(0.001)
 
 
-@dataclass
 class Run:
     """One start of a run, at which a rank gets a signal at some moment."""
 
-    process: subprocess.Popen[str]
-    errors: str = ""
-    hit: bool = False
-    _reader: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        def read() -> None:
-            self.errors = self.process.communicate()[1]
-
-        self._reader = threading.Thread(target=read)
+    def __init__(self, folder: Path, out: str, *more: str) -> None:
+        words = ["--resume", "--steps", str(STEPS)]
+        if not (folder / out / "checkpoint" / "latest").exists():
+            shutil.rmtree(folder / out, ignore_errors=True)
+            words = ["config.toml"]
+        self.hit = False
+        self.process = processes.start(*TRAIN[1:], *words, "--out", out, *more, cwd=folder)
+        self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    @classmethod
-    def of(cls, folder: Path, out: str, *more: str) -> Run:
-        resumes = (folder / out / "checkpoint" / "latest").exists()
-        if not resumes:
-            shutil.rmtree(folder / out, ignore_errors=True)
-        words = (
-            ["--resume", "--steps", str(STEPS), "--out", out] if resumes else ["config.toml", "--out", out]
-        )
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return cls(subprocess.Popen([*TRAIN, *words, *more], cwd=folder, text=True, **pipes))
+    def _read(self) -> None:
+        self.errors = self.process.communicate()[1]
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         pid = pid_of_rank(self.process.pid, rank)
@@ -102,15 +89,14 @@ class Run:
 
 def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random, last: int = RANKS - 1) -> None:
     """A moment of the named part of a run that has just been started."""
-    process, checkpoints = run.process, out / "checkpoint"
+    process, checkpoints, metrics = run.process, out / "checkpoint", out / "metrics.jsonl"
     if moment == "start":  # from the first rank's start until about the first step
         until(lambda: pid_of_rank(process.pid, last), process)
         end = time.monotonic() + draw.uniform(0, 8)
-        until(lambda: time.monotonic() > end or (out / "metrics.jsonl").exists(), process)
+        until(lambda: time.monotonic() > end or metrics.exists(), process)
     elif moment == "step":
-        before = out.joinpath("metrics.jsonl").stat().st_size if (out / "metrics.jsonl").exists() else 0
-        until(lambda: (out / "metrics.jsonl").exists(), process)
-        until(lambda: (out / "metrics.jsonl").stat().st_size > before, process)
+        before = metrics.stat().st_size if metrics.exists() else 0
+        until(lambda: metrics.exists() and metrics.stat().st_size > before, process)
         time.sleep(draw.uniform(0, 0.3))
     elif moment == "checkpoint":
         until(lambda: list(checkpoints.glob("*.partial")), process)
@@ -122,14 +108,14 @@ def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random, last:
 
 def kill_often(folder: Path, kills: int, seed: int, ranks: int = RANKS) -> dict[str, int]:
     """Kill ranks of runs, each of which goes on where the one before was killed, until `kills` have been."""
-    whole = Run.of(folder, "whole")
+    whole = Run(folder, "whole")
     assert whole.wait() == 0, whole.errors
     expected = losses(folder / "whole")
     draw, out, killed, seen = random.Random(seed), folder / "killed", 0, dict[str, int]()
     moments = ["start", "step", "checkpoint", "end"]
     while killed < kills:
         moment, rank = moments[killed % 4], draw.randrange(ranks)
-        run = Run.of(folder, out.name)
+        run = Run(folder, out.name)
         wait_for_moment(moment, run, out, draw, ranks - 1)
         run.signal(rank, signal.SIGKILL)
         status = run.wait()
@@ -146,7 +132,7 @@ def kill_often(folder: Path, kills: int, seed: int, ranks: int = RANKS) -> dict[
             assert found.items() <= expected.items(), where
             if len(found) == STEPS and status == 0:
                 shutil.rmtree(out)
-    last = Run.of(folder, out.name)
+    last = Run(folder, out.name)
     assert last.wait() == 0, last.errors
     assert losses(out) == expected
     return seen
@@ -169,7 +155,7 @@ def test_other_runs_resume_to_the_same_losses(weights: str, width: int, tmp_path
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_frozen_in_a_run_ends_it_with_the_table(rank: int, folder: Path) -> None:
     limit_s = 15
-    run = Run.of(folder, f"frozen-{rank}", "--set", f"pipeline.timeout_s={limit_s}", "--steps", "100000")
+    run = Run(folder, f"frozen-{rank}", "--set", f"pipeline.timeout_s={limit_s}", "--steps", "100000")
     metrics = folder / f"frozen-{rank}" / "metrics.jsonl"
     until(lambda: metrics.exists() and len(losses(metrics.parent)) > 2, run.process)
     run.signal(rank, signal.SIGSTOP)

@@ -90,9 +90,9 @@ class HeldCopy(Copy):
 
     def reload(self) -> None:
         self.left = True
-        if (ledger := self.tier.ledger) is not None and any(not copy.left for copy in self.tier.copies):
-            self.tier.on_device = ledger.levels["residuals"] + self.bytes
-            ledger.residual_peak = 0
+        if not all(copy.left for copy in self.tier.copies):
+            self.tier.on_device = self.tier.ledger.levels["residuals"] + self.bytes
+            self.tier.ledger.residual_peak = 0
         for copy in self.tier.copies:
             copy.left = True
 
@@ -103,11 +103,11 @@ class HeldCopy(Copy):
 
 
 class HeldTier:
+    used_bytes = on_device = 0
+    ledger: Ledger
+
     def __init__(self) -> None:
-        self.used_bytes = 0
         self.copies: list[HeldCopy] = []
-        self.on_device = 0
-        self.ledger: Ledger | None = None
 
     def offload(self, action: str, residuals: Tensors) -> Copy:
         self.copies.append(HeldCopy(action=action, layouts=layouts_of(residuals), tier=self, held=residuals))
@@ -119,9 +119,8 @@ class HeldTier:
 def test_what_comes_back_is_counted_before_what_has_left_since(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, job = HeldTier(), nets.job("skips")
     monkeypatch.setitem(TIERS, "cpu", lambda *_: tier)
-    with Pipeline(
-        job, treated_plan(job, even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")
-    ) as pipeline:
+    plan = treated_plan(job, even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")
+    with Pipeline(job, plan) as pipeline:
         tier.ledger = pipeline.ledger
         pipeline.step(job.batch(0, 8))
         assert pipeline.ledger.residual_peak >= tier.on_device > 0

@@ -3,17 +3,14 @@
 CONTRIBUTING.md says which block is run how.
 """
 
-from __future__ import annotations
-
 import doctest
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -37,20 +34,17 @@ TAKE_LONGER = ("planning", "memory-and-offloading", "other-engines", "without-a-
 ANY_OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
+    mark: str
     kind: str
     text: str
-    mark: str
-
-    @property
-    def file(self) -> str | None:
-        name = FILE_NAME.match(self.text)
-        return name[1] if name else None
 
 
-def blocks(page: Path) -> list[Block]:
-    return [Block(kind, text, mark) for mark, kind, text in BLOCK.findall(page.read_text())]
+def blocks(page: Path) -> tuple[dict[str, str], list[Block]]:
+    """The files of a page, and its other blocks."""
+    found = [Block(*parts) for parts in BLOCK.findall(page.read_text())]
+    files = {name[1]: b.text.partition("\n")[2] for b in found if (name := FILE_NAME.match(b.text))}
+    return files, [block for block in found if not FILE_NAME.match(block.text)]
 
 
 class Reader:
@@ -62,8 +56,6 @@ class Reader:
         (folder / "examples").symlink_to(ROOT / "examples")
 
     def follow(self, block: Block) -> None:
-        if block.file:
-            return
         if block.kind == "sh":
             for line in block.text.replace("\\\n", " ").splitlines():
                 self.run(line, in_process=block.mark != "slow")
@@ -98,32 +90,29 @@ class Reader:
 def follow(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, marks: set[str]) -> None:
     monkeypatch.chdir(folder)
     reader = Reader(folder)
-    for block in blocks(page):
-        if block.file:
-            (folder / block.file).write_text(block.text.partition("\n")[2])
-    for block in blocks(page):
+    files, others = blocks(page)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    for block in others:
         if block.mark in marks:
             reader.follow(block)
 
 
-def pages_with(mark: str) -> list[Path]:
-    return [page for page in PAGES if any(b.mark == mark and not b.file for b in blocks(page))]
+def pages_with(mark: str) -> pytest.MarkDecorator:
+    pages = []
+    for page in PAGES:
+        if any(block.mark == mark for block in blocks(page)[1]):
+            slow = mark == "slow" or page.stem in TAKE_LONGER
+            pages.append(pytest.param(page, marks=[pytest.mark.slow] * slow, id=page.stem))
+    return pytest.mark.parametrize("page", pages)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow if page.stem in TAKE_LONGER else ())
-        for page in pages_with("")
-    ],
-    ids=lambda page: page.stem,
-)
+@pages_with("")
 def test_quick_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(page, tmp_path, monkeypatch, {""})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with("slow"), ids=lambda page: page.stem)
+@pages_with("slow")
 def test_slow_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(page, tmp_path, monkeypatch, {"", "slow"})
 
@@ -139,7 +128,7 @@ def untrue(page: Path) -> Iterator[str]:
         linked = page.parent / target if target else page
         if not linked.exists() or (anchor and anchor not in anchors(linked)):
             yield f"link to {target}{anchor}"
-    for name in set(FILE.findall(text)) - WRITTEN_BY_RUNS:
+    for name in {*FILE.findall(text), *re.findall(r"`python (bench/\w+\.py)", text)} - WRITTEN_BY_RUNS:
         if not any((folder / name).exists() for folder in (ROOT, SOURCE)):
             yield f"file {name}"
     for name, function in TEST.findall(text):
@@ -182,9 +171,3 @@ def test_getting_started_lists_every_command() -> None:
         inner = command.commands if isinstance(command, click.Group) else {}
         missing = {word for word in inner if not re.search(rf"`(pipeloom {name} )?{word}\b", rows[name])}
         assert not missing, f"pipeloom {name}"
-
-
-def test_results_name_scripts_that_are_there() -> None:
-    text = (ROOT / "docs" / "results.md").read_text()
-    named = set(re.findall(r"`python (bench/\w+\.py)", text))
-    assert named and not [script for script in named if not (ROOT / script).exists()]

@@ -1,13 +1,12 @@
 """Advice where no plan fits is followed here as it is typed, and leads to a plan."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 import nets
 import pytest
 import torch
+from refusals import refused
 from runs import capture_of
 from torch import Tensor, nn
 
@@ -30,9 +29,7 @@ def request_for(cluster: str, **more: object) -> tuple[PlanRequest, CapturedMode
 
 
 def pieces_of(how: PlanRequest, model: CapturedModel) -> list[str]:
-    with pytest.raises(InfeasibleError) as caught:
-        plan_with_advice(how, model)
-    return str(caught.value.hint).split(", or ")
+    return refused(InfeasibleError, plan_with_advice, how, model).partition("hint: ")[2].split(", or ")
 
 
 def followed(how: PlanRequest, advice: str) -> PlanRequest:
@@ -81,23 +78,19 @@ def test_every_piece_leads_to_a_plan(share: float, how: dict[str, object], kinds
 @pytest.mark.whole_search
 @pytest.mark.parametrize(
     ("cluster", "named"),
-    [
-        ("a100-40 with 200KiB + v100-32 with 300KiB", "each device"),
-        ("a100-40 + v100-32 with 1KiB", "v100-32-sxm"),
-    ],
+    [("a100-40 with 200KiB + v100-32 with 300KiB", "each device"), ("a100-40 + v100-32 with 1KiB", "v100")],
 )
 def test_devices_that_need_more_are_named(cluster: str, named: str) -> None:
     how, model = request_for(cluster)
     hint = pieces_of(how, model)[0]
-    assert re.fullmatch(rf"give {named} at least \S+ \S+", hint)
+    assert re.fullmatch(rf"give {named}\S* at least \S+ \S+", hint)
     enough = followed(how, hint)
     assert enough.plan(model).peaks
     if named != "each device":
         large, small = enough.cluster.devices
         tighter = replace(small, memory_bytes=int(small.memory_bytes / 1.05))
         less = replace(how, cluster=replace(how.cluster, devices=(large, tighter)))
-        with pytest.raises(InfeasibleError):
-            less.plan(model, explained=False)
+        refused(InfeasibleError, less.plan, model, explained=False)
 
 
 class Seen(nn.Module):
@@ -135,24 +128,21 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
     wiring = Readers(captured.graph)
     assert (len(wiring.ops), len(wiring.cut_points) - 1) == (55, 30)
     how = {"cluster": "60 x cpu", "schedule": schedule, "captured": captured, **FEW}
-    with pytest.raises(PlanError, match=why) as caught:
-        plan(SEEN, ranks=stages, **how)
-    assert f"use at most {most} {'stages' if schedule == '1f1b' else 'ranks'}" in str(caught.value.hint)
+    said = refused(PlanError, plan, SEEN, ranks=stages, **how)
+    assert why in said and f"use at most {most} {'stages' if schedule == '1f1b' else 'ranks'}" in said
     assert max(plan(SEEN, ranks=most, **how).placement) + 1 == most
 
 
 def test_who_has_too_many_stages_per_rank_is_told_how_many_there_may_be() -> None:
     how = {"cluster": "10 x cpu", "captured": capture_of(SEEN), "schedule": "interleaved_1f1b", **FEW}
-    with pytest.raises(PlanError, match="share an updated buffer") as caught:
-        plan(SEEN, ranks=5, chunks=7, **how)
-    assert "--chunks 6" in str(caught.value.hint)
+    said = refused(PlanError, plan, SEEN, ranks=5, chunks=7, **how)
+    assert "share an updated buffer" in said and "--chunks 6" in said
     assert len(plan(SEEN, ranks=5, chunks=6, **how | {"microbatches": 5}).stages) == 30
 
 
 def test_no_more_are_advised_than_there_are_devices() -> None:
-    with pytest.raises(PlanError, match="55 ops") as caught:
-        plan(SEEN, ranks=60, cluster="3 x cpu", captured=capture_of(SEEN), **FEW)
-    assert "use at most 3 stages" in str(caught.value.hint)
+    said = refused(PlanError, plan, SEEN, ranks=60, cluster="3 x cpu", captured=capture_of(SEEN), **FEW)
+    assert "55 ops" in said and "use at most 3 stages" in said
 
 
 @pytest.mark.slow
@@ -162,8 +152,7 @@ def test_this_machine_has_as_many_processes_as_are_asked_for() -> None:
     costs = planning.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
     how["memory"] = int(max(plan(job, ranks=2, **how).peaks) * 0.7)
-    with pytest.raises(InfeasibleError) as caught:
-        plan(job, ranks=2, **how)
-    found = re.search(r"use (\d+) stages \(--ranks \1\)(,|$)", str(caught.value.hint))
-    assert found is not None and "devices" not in str(caught.value.hint), caught.value.hint
+    hint = refused(InfeasibleError, plan, job, ranks=2, **how).partition("hint: ")[2]
+    found = re.search(r"use (\d+) stages \(--ranks \1\)(,|$)", hint)
+    assert found is not None and "devices" not in hint, hint
     assert len(plan(job, ranks=int(found[1]), **how).stages) == int(found[1])

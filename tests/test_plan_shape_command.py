@@ -1,7 +1,5 @@
 """`pipeloom plan --ranks auto`: what it prints, what it refuses, and that it agrees with the formulas."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -88,10 +86,8 @@ def test_by_default_plans_are_simulated(folder: Path) -> None:
     assert best["microbatches"] * best["microbatch_size"] * best["width"] == 8
     assert (plan.width, plan.predicted_step_s) == (best["width"], best["step_s"])
     assert best["rows_per_s"] == pytest.approx(8 / best["step_s"])
-    shapes_by_hand = ((1, 2, 4), (2, 2, 2), (1, 4, 1))
-    for width, stages, rows in shapes_by_hand:
+    for width, stages, rows in ((1, 2, 4), (2, 2, 2), (1, 4, 1)):
         sizes = ("--replicas", width, "--ranks", stages, "--microbatch-size", rows)
-        words = (*BY_CLUSTER, *sizes, "--no-what-if", *few)
-        done = run(*words, "--json")
+        done = run(*BY_CLUSTER, *sizes, "--no-what-if", *few, "--json")
         if done.exit_code == 0:
             assert json.loads(done.stdout)["predicted_step_s"] >= best["step_s"] * 0.999

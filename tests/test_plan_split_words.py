@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import large_head
 import pytest
 import torch
 from commands import bad, good, run
 from large_head import LENGTH, WORDS
+from refusals import refused
 from runs import capture_of
 
 from pipeloom import Job, plan_split_words, planning
@@ -77,40 +79,22 @@ def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) 
     assert "split" in bad(1, "export-plan", saved, f"{file}:job", "--for", "torch")
 
 
-def test_the_number_of_parts_is_guessed_with_as_many_stages_as_are_asked_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-
-    def refuse(request: PlanRequest, *_: object, **how: object) -> None:
-        tried.append(request.options.schedule)
-        raise InfeasibleError("too large")
-
-    monkeypatch.setattr(PlanRequest, "plan", refuse)
-    with pytest.raises(InfeasibleError):
-        plan(job, chunks=3)
+def test_the_number_of_parts_is_guessed_with_as_many_stages_as_are_asked_for(job: Job) -> None:
+    refusal = InfeasibleError("too large")
+    with patch.object(PlanRequest, "plan", autospec=True, side_effect=refusal) as refuse:
+        refused(InfeasibleError, plan, job, chunks=3)
+    tried = [call.args[0].options.schedule for call in refuse.call_args_list]
     assert "interleaved_1f1b:v=3" in tried and plan_split_words.WAVE not in tried
 
 
-def test_more_ranks_than_ops_are_refused_before_words_are_split(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_ops_are_refused_before_words_are_split(job, monkeypatch):
     monkeypatch.setattr(plan_split_words, "fitting", None)
-    with pytest.raises(PlanError, match="stages") as caught:
-        plan(job, ranks=200, cluster="200 x a100-40")
-    assert "at most" in str(caught.value.hint)
+    said = refused(PlanError, plan, job, ranks=200, cluster="200 x a100-40")
+    assert "stages" in said and "at most" in said
 
 
 def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
-    muon = Job(
-        model=job.model,
-        batch=job.batch,
-        optimizer=lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
-        name="words",
-    )
+    muon = replace(job, optimizer=lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]))
     assert not plan(muon).split_words
-    with pytest.raises(PlanError, match="rows"):
-        plan(muon, split_words=2)
-    with pytest.raises(PlanError, match="parts") as caught:
-        plan(job, split_words=WORDS + 1)
-    assert f"at most {WORDS}" in str(caught.value.hint)
+    assert "rows" in refused(PlanError, plan, muon, split_words=2)
+    assert f"at most {WORDS}" in refused(PlanError, plan, job, split_words=WORDS + 1)

@@ -1,7 +1,5 @@
 """Planners of every kind in commands: plan with what-if and rehearsal, verify --plan, train, bench."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.planner.planners import PLANNERS, JointPlanner
 from pipeloom.profiler.roofline import roofline
-from pipeloom.tracer.captured import Captured
 
 MODEL = "mine.py:odd"
 SMALL = ("--ranks", "2", "--microbatches", "4")
@@ -37,31 +34,15 @@ def fast_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=few))
 
 
-@pytest.fixture
-def steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops of this machine take what its figures say, so that the same plan wins wherever the tests run."""
-
-    def estimated(captured: Captured, measure: object) -> object:
-        return roofline(captured.graph, cpu_cluster(1).devices[0])
-
-    monkeypatch.setattr(planning, "kept_profile", estimated)
-
-
-def is_of(file: Path, name: str, *, searched: bool = False) -> bool:
-    """searched: its order is no schedule of the library, which is not looked for on a machine's own cores."""
-    plan = load_plan(file)
-    return plan.planner == name and (plan.schedule == "searched") == searched
-
-
 @pytest.mark.sampled("auto", "exact", "piper")
 @each_kind
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json")
     planned = figures("plan", MODEL, *words)
-    assert is_of(folder / "plan.json", name, searched=name in SEARCHED)
+    plan = load_plan(folder / "plan.json")
+    assert plan.planner == name and (plan.schedule == "searched") == (name in SEARCHED)
     changes = {change["what"]: change for change in planned["what_if"]}
-    more = {"10 % more memory", "10 % more bandwidth between devices", "one more device"}
-    assert set(changes) == more
+    assert set(changes) == {"10 % more memory", "10 % more bandwidth between devices", "one more device"}
     # Memory was no limit, so that more of it gives the same plan: planned again alike, order and all.
     assert changes["10 % more memory"]["step_s"] == planned["predicted_step_s"]
     assert changes["10 % more bandwidth between devices"]["gain"] > -1e-9
@@ -71,11 +52,15 @@ def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @each_kind
-def test_a_run_is_planned_resumed_and_planned_again(folder: Path, name: str, steady_times: None) -> None:
+def test_a_run_is_planned_resumed_and_planned_again(folder, name, monkeypatch):
+    """Ops of this machine take what its figures say, so that the same plan wins wherever the tests run. No
+    order is searched for its own cores."""
+    device = cpu_cluster(1).devices[0]
+    monkeypatch.setattr(planning, "kept_profile", lambda captured, _: roofline(captured.graph, device))
     words = ("train", "--out", "run", "--set", "steps=2", "--set", "pipeline.microbatches=4")
     assert figures(*words, "--job", MODEL, "--planner", name)["steps"] == 2
     file = folder / "run" / "plan.json"
-    assert is_of(file, name)
+    assert load_plan(file).planner == name and load_plan(file).schedule != "searched"
     (folder / "plan.json").write_bytes(file.read_bytes())
     (folder / "run").rename("first")
     good(*words, "--job", MODEL, "--set", "pipeline.plan=plan.json")

@@ -54,9 +54,7 @@ def shortened(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_a_command_prints_what_its_snapshot_has(
-    name: str, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_prints_what_its_snapshot_has(name, made, monkeypatch):
     monkeypatch.chdir(made)
     words = SCREENS[name].split()
     figures = commands.figures(*words)

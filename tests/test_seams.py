@@ -1,27 +1,26 @@
 """One registration adds a kind of action, a weight policy, a planner, a schedule or a tier, and it runs."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import nets
 import pytest
 import runs
+from refusals import refused
 
 from pipeloom import Plan, plan, simulate
 from pipeloom.checks.weight_versions import weight_versions
-from pipeloom.ir.action import Action, ActionKind, B, F, Kind, register_kind
+from pipeloom.ir.action import Action, ActionKind, B, F, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policies import WEIGHT_POLICIES, Updates, WeightPolicy
@@ -69,12 +68,6 @@ def assert_trains_like_plain_pytorch(made: Plan) -> None:
     runs.assert_same(trained, runs.plain(JOB, batches, MICROBATCHES), tolerance=1e-5)
 
 
-def after_forwards(made: Schedule, kind: Kind) -> Schedule:
-    """With an action of a kind behind every forward."""
-    rows = [[(a, replace(a, kind=kind)) if a.kind == F else (a,) for a in row] for row in made.rows]
-    return replace(made, rows=tuple(tuple(action for part in row for action in part) for row in rows))
-
-
 def test_a_kind_of_action() -> None:
     seen = set()
 
@@ -82,11 +75,10 @@ def test_a_kind_of_action() -> None:
         seen.add((context.stage, context.microbatch))
 
     kind = register_kind("NAP", ActionKind(label="a short nap", after=F, handler=nap))
-
     plain = registry.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
-    napping = after_forwards(plain, kind)
-    with pytest.raises(ScheduleError, match="CSV files have no action 0NAP0"):
-        formats.schedule_text(napping)
+    rows = [[(a, replace(a, kind=kind)) if a.kind == F else (a,) for a in row] for row in plain.rows]
+    napping = replace(plain, rows=tuple(tuple(itertools.chain(*row)) for row in rows))
+    assert "CSV files have no action 0NAP0" in refused(ScheduleError, formats.schedule_text, napping)
 
     costs = tuple(replace(cost, other_s={kind: 0.5}) for cost in equal_costs(STAGES))
     program = lower(napping, chain(STAGES))
@@ -109,7 +101,6 @@ def test_a_schedule() -> None:
         ]
 
     registry.register("lifo", registry.Entry(rows=last_in_first_out))
-
     made = planned(schedule="lifo")
     assert made.schedule_rows[0] == "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
     assert simulated(made).step_s == made.predicted_step_s > 0
@@ -122,7 +113,6 @@ def test_a_planner() -> None:
         return (*points[: len(search.caps)], points[-1])
 
     PLANNERS["first-cuts"] = Planner(plan=by_cuts(first_cuts), granularity="op", about="", source="a test")
-
     made = planned(planner="first-cuts")
     assert made.planner == "first-cuts"
     assert len(made.stages[0].ops) < len(made.stages[1].ops)
@@ -131,19 +121,16 @@ def test_a_planner() -> None:
 
 
 def test_a_weight_policy() -> None:
-    late = WeightPolicy(
+    WEIGHT_POLICIES["late"] = WeightPolicy(
         about="one update late",
         version=lambda microbatch, every, newest: max(newest - 1, 0),
         copies=lambda in_flight: 3,
     )
-    WEIGHT_POLICIES["late"] = late
-
     stages = chain(STAGES)
     made = registry.build("1f1b", stages, (0, 1), MICROBATCHES)
     weight_versions(made, stages, Updates(policy="late"))
-    with pytest.raises(ScheduleError, match="keeps only 1"):
-        weight_versions(made, stages, Updates(policy="late", kept=1))
-
+    few = Updates(policy="late", kept=1)
+    assert "keeps only 1" in refused(ScheduleError, weight_versions, made, stages, few)
     flushed, plan_late = planned(), planned(weights="late")
     for one, other in zip(flushed.stages, plan_late.stages, strict=True):
         assert other.memory.parameters == 3 * one.memory.parameters
@@ -156,15 +143,8 @@ def test_a_weight_policy() -> None:
 
 
 def test_a_tier(tmp_path: Path) -> None:
-    opened = []
-
-    def open_counted(rank: int, directory: Path | None, first: bool) -> FileTier:
-        opened.append(rank)
-        return FileTier(tmp_path, rank)
-
-    TIERS["cpu"] = open_counted
-
+    TIERS["cpu"] = opened = Mock(side_effect=lambda rank, directory, first: FileTier(tmp_path, rank))
     even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
     memory = MemoryPolicy(stages=({}, dict.fromkeys(runs.residuals_of(JOB, even, 1), "offload")))
     assert_trains_like_plain_pytorch(replace(even, memory=memory))
-    assert opened == [1]
+    assert [call.args[0] for call in opened.call_args_list] == [1]

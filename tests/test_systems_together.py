@@ -1,7 +1,5 @@
 """What two of the systems did together: a plan of one, read, searched, drawn or run by another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +22,13 @@ def planned(**how: object) -> Plan:
 
 
 def test_residuals_pipelines_and_branches_of_a_plan_are_those_of_its_search(tmp_path: Path) -> None:
-    path, search = (
-        tmp_path / "plan.json",
-        ("schedule", "search", "--times", tmp_path / "plan.json", "-m", "4"),
-    )
+    path = tmp_path / "plan.json"
+    search = ("schedule", "search", "--times", path, "-m", "4")
     plan = planned()
     # A stage without residuals does not hide those of others.
-    sizes = (MIB, 0)
     stages = [
         replace(stage, kept_bytes=0, memory=replace(stage.memory, residuals=size))
-        for stage, size in zip(plan.stages, sizes, strict=True)
+        for stage, size in zip(plan.stages, (MIB, 0), strict=True)
     ]
     replace(plan, stages=tuple(stages)).save(path)
     known = load_work(path).residual_bytes

@@ -14,17 +14,10 @@ from processes import output, run, start
 from tiny_run import TRAIN, losses, prepare
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"steps": 6, "validate_every": 3, "model.width": 32, "model.context": 32}
-    return prepare(tmp_path_factory.mktemp("prepared"), sizes, microbatch_size=2)
-
-
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Path:
-    for name in ("config.toml", "plan.json"):
-        (tmp_path / name).write_bytes((prepared / name).read_bytes())
-    return tmp_path
+def folder(tmp_path: Path) -> Path:
+    sizes = {"steps": 6, "validate_every": 3, "model.width": 32, "model.context": 32}
+    return prepare(tmp_path, sizes, microbatch_size=2)
 
 
 WORDS = TRAIN[1:]
@@ -57,17 +50,15 @@ def test_a_run_leaves_everything_behind(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "times", "status"), [(signal.SIGTERM, 1, 143), (signal.SIGINT, 3, 130)])
-def test_a_run_that_is_ended_says_how_far_it_is_kept(
-    folder: Path, number: signal.Signals, times: int, status: int
-) -> None:
+def test_a_run_that_is_ended_says_how_far_it_is_kept(folder, number, times, status):
     words = (*WORDS, "config.toml", "--steps", "100000", "--out", "a")
     process = start(*words, cwd=folder, start_new_session=True)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 10/"):
             break
-    status_of_second, _, said = run(*WORDS, "--resume", "--out", "a", cwd=folder)
-    assert status_of_second == 2 and "a is in use" in said
+    second, _, said = run(*WORDS, "--resume", "--out", "a", cwd=folder)
+    assert second == 2 and "a is in use" in said
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.1)

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -42,33 +41,25 @@ def folder(tmp_path: Path) -> Path:
 def start(machines: TwoMachines, folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """torchrun on both machines, which meet at the first one's address."""
     started = []
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     for machine in range(2):
-        meeting = {
-            "--nnodes": "2",
-            "--nproc-per-node": "1",
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"{machines.address(0)}:29400",
-            "--rdzv-id": "test",
-            "--rdzv-conf": f"is_host={1 - machine}",
-            "--local-addr": machines.address(machine),
-        }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *chain.from_iterable(meeting.items())]
+        meeting = (
+            "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id test "
+            f"--rdzv-endpoint {machines.address(0)}:29400 --rdzv-conf is_host={1 - machine} "
+            f"--local-addr {machines.address(machine)}"
+        )
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting.split()]
         command = machines.command(machine, [*torchrun, "-m", "pipeloom", "train", *words])
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         with (folder / f"said-{machine}").open("w") as said:
-            process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=said, stderr=said, text=True, start_new_session=True
-            )
-        started.append(process)
+            how = {"stdout": said, "stderr": said, "text": True, "start_new_session": True}
+            started.append(subprocess.Popen(command, cwd=folder, env=env, **how))
     return started
 
 
 def end(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
@@ -77,24 +68,20 @@ def ranks_left(machine: str) -> list[str]:
     pids = subprocess.run(["ip", "netns", "pids", machine], capture_output=True, text=True).stdout.split()
     left = []
     for pid in pids:
-        try:
+        with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"pipeloom" in command and b"torch.distributed.run" not in command:
-            left.append(pid)
+            if b"pipeloom" in command and b"torch.distributed.run" not in command:
+                left.append(pid)
     return left
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_sides_with_the_reason_and_the_run_goes_on(
-    machines: TwoMachines, folder: Path
-) -> None:
+def test_a_cut_link_ends_both_sides_with_the_reason_and_the_run_goes_on(machines, folder):
     run = folder / "cut"
     running = start(machines, folder, "config.toml", "--out", "cut")
     try:
         until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 40)
-        machines.cut_link(1)
+        machines.set_link(1, "down")
         begin = time.monotonic()
         until(lambda: not any(map(ranks_left, machines.names)), limit_s=8 * LIMIT_S)
         took_s = time.monotonic() - begin
@@ -104,15 +91,14 @@ def test_a_cut_link_ends_both_sides_with_the_reason_and_the_run_goes_on(
         print(*said)
     assert took_s < 6 * LIMIT_S
     for machine, text in enumerate(said):
-        assert (
-            f"rank {1 - machine} failed: no sign of life" in text
-            or "has not answered for" in text
-            or (f"rank {machine} waited {LIMIT_S}" in text)
-        ), text
+        reasons = (
+            f"rank {1 - machine} failed: no sign of life|has not answered for|rank {machine} waited {LIMIT_S}"
+        )
+        assert re.search(reasons, text), text
         assert re.search(r"^rank +does +waits for$", text, re.MULTILINE), text
         assert re.search(rf"^{1 - machine} .*\(silent for \d+ s\)$", text, re.MULTILINE), text
         assert "they wait for each other" not in text, "what the silent one does is not known"
-    machines.mend_link(1)
+    machines.set_link(1, "up")
     before = losses(run)
     again = start(machines, folder, "--resume", "--out", "cut")
     try:
@@ -121,12 +107,10 @@ def test_a_cut_link_ends_both_sides_with_the_reason_and_the_run_goes_on(
     finally:
         end(again)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
-    kept = {step: loss for step, loss in before.items() if step in losses(run)}
-    assert kept == {step: losses(run)[step] for step in kept}, "the same losses to the last bit"
+    assert before.items() <= losses(run).items(), "the same losses to the last bit"
 
 
 # Two "machines" on one: network namespaces with an interface each, and a switch whose links can be cut.
-
 
 INTERFACE = "eth0"
 
@@ -149,12 +133,9 @@ class TwoMachines:
         """What runs a command there."""
         return ["ip", "netns", "exec", self.names[machine], *words]
 
-    def cut_link(self, machine: int) -> None:
-        """Unplug a machine's cable at the switch: nothing arrives, and nobody is told."""
-        _ip("-n", self.switch, "link", "set", f"port{machine}", "down")
-
-    def mend_link(self, machine: int) -> None:
-        _ip("-n", self.switch, "link", "set", f"port{machine}", "up")
+    def set_link(self, machine: int, state: str) -> None:
+        """Of a machine's cable at the switch: if it is "down" nothing arrives, and nobody is told."""
+        _ip(f"-n {self.switch} link set port{machine} {state}")
 
 
 @contextmanager
@@ -166,28 +147,22 @@ def two_machines() -> Iterator[TwoMachines]:
     machines = TwoMachines((f"{prefix}-0", f"{prefix}-1"), f"{prefix}-switch")
     with ExitStack() as stack:
         for name in (*machines.names, machines.switch):
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "del", name)
-        _ip("-n", machines.switch, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", machines.switch, "link", "set", "bridge0", "up")
+            _ip(f"netns add {name}")
+            stack.callback(_ip, f"netns del {name}")
+        _ip(f"-n {machines.switch} link add bridge0 type bridge")
+        _ip(f"-n {machines.switch} link set bridge0 up")
         for index, name in enumerate(machines.names):
-            port = f"port{index}"
-            peer = ["peer", "name", INTERFACE, "netns", name]
-            _ip("-n", machines.switch, "link", "add", port, "type", "veth", *peer)
-            _ip("-n", machines.switch, "link", "set", port, "master", "bridge0")
-            _ip("-n", machines.switch, "link", "set", port, "up")
-            _ip("-n", name, "address", "add", f"{machines.address(index)}/24", "dev", INTERFACE)
+            peer = f"peer name {INTERFACE} netns {name}"
+            _ip(f"-n {machines.switch} link add port{index} type veth {peer}")
+            _ip(f"-n {machines.switch} link set port{index} master bridge0 up")
+            _ip(f"-n {name} address add {machines.address(index)}/24 dev {INTERFACE}")
             for device in ("lo", INTERFACE):
-                _ip("-n", name, "link", "set", device, "up")
-            _run(machines.command(index, ["true"]))
+                _ip(f"-n {name} link set {device} up")
+            _ip(f"netns exec {name} true")
         yield machines
 
 
-def _ip(*words: str) -> None:
-    _run(["ip", *words])
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _ip(words: str) -> None:
+    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
     if done.returncode:
-        raise CannotIsolate(f"`{' '.join(command)}`: {done.stderr.strip()}")
+        raise CannotIsolate(f"`ip {words}`: {done.stderr.strip()}")
