@@ -159,9 +159,7 @@ def measures(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return mock
 
 
-def test_contention_is_measured_once_a_day_for_each_number_of_ranks_unless_a_factor_is_given(
-    measures, monkeypatch
-):
+def test_contention_is_measured_once_a_day_for_each_number_of_ranks_unless_given(measures, monkeypatch):
     assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
     assert contention(3).ranks == 3
     monkeypatch.setenv("PIPELOOM_CONTENTION", "1.25")
@@ -211,9 +209,7 @@ def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch)
         assert measure_contention(ranks, clock=clock).products == products, "more ranks than cores"
 
 
-def test_a_plan_is_kept_for_one_factor_of_contention_and_for_a_schedule_of_the_library_only(
-    measured, monkeypatch, tmp_path
-):
+def test_a_plan_is_kept_for_one_contention_and_schedules_of_the_library(measured, monkeypatch, tmp_path):
     captured, file = capture_of(job(Stack)), tmp_path / "rows.txt"
     monkeypatch.setattr(planning, "profile", measured)
 

@@ -1,6 +1,6 @@
 """A pipeline as a training script makes one: from a model, a batch of its loader, a loss and an optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -112,15 +112,7 @@ def alone(model: nn.Module = NET, **how: Any) -> pipeloom.Pipeline:
     return pipeloom.Pipeline(model, **usual | how)
 
 
-def on_two_ranks(
-    work: Callable[[pipeloom.Pipeline], Any],
-    model: Any,
-    example: Any,
-    *,
-    optimizer: Any = decayed,
-    loss: Any = of_named,
-    **how: Any,
-) -> list[Any]:
+def on_two_ranks(work, model, example, *, optimizer=decayed, loss=of_named, **how) -> list[Any]:
     job, _ = job_of(model, example, loss=loss, optimizer=optimizer)
     plan = pipeloom.plan(job, **TWO)
 
@@ -336,8 +328,7 @@ def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
     plain_losses(module, [named()])
     for trained in on_two_ranks(work, NET, named()):
         assert list(trained) == list(module.state_dict())
-        for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(trained[name], tensor)
+        torch.testing.assert_close(dict(trained), dict(module.state_dict()))
 
 
 class Adapted(nn.Module):
@@ -381,8 +372,7 @@ def test_adapters_alone_are_trained_on_frozen_weights_from_a_folder_of_shards(tm
     for ours, state, _ in ranks:
         assert ours == pytest.approx(losses, rel=1e-5)
         assert list(state) == list(plain.state_dict())
-        for name, tensor in plain.state_dict().items():
-            torch.testing.assert_close(state[name], tensor)
+        torch.testing.assert_close(dict(state), dict(plain.state_dict()))
         for name in names:
             assert torch.equal(state[f"base.{name}"], pretrained[name])
 

@@ -50,9 +50,7 @@ def test_a_rank_takes_its_device_before_it_meets_the_others(asked, named, device
     assert asked == [f"set_device {device}", "init_process_group nccl"]
 
 
-def test_without_a_launcher_the_current_device_stays_and_more_ranks_than_devices_are_refused(
-    asked, monkeypatch
-):
+def test_without_a_launcher_the_current_device_stays_and_too_many_ranks_are_refused(asked, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     assert "4 devices" in refused(ConfigError, rank_device, Options(device="cuda"))
     assert asked == []

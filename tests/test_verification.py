@@ -279,9 +279,7 @@ def test_a_model_that_tracing_freezes_is_refused_before_its_first_step() -> None
     assert len(train(job, plan, compare=False)) == 2
 
 
-def test_a_model_that_is_equal_is_remembered_and_a_loss_that_is_no_mean_warned_of_each_time(
-    cache, compared, caplog
-):
+def test_an_equal_model_is_remembered_and_a_loss_that_is_no_mean_warned_of_each_time(cache, compared, caplog):
     job = job_of(TokenMean)
     plan = even_plan(job, 2, microbatches=4)
     without = train(job, plan, compare=False)
@@ -352,9 +350,7 @@ EQUAL = Verification(
         (2, 1, False, [1], "was not compared"),
     ],
 )
-def test_as_many_rows_are_compared_as_fit_and_are_quick(
-    least, fitting, quick, rows, said, cache, caplog, monkeypatch
-):
+def test_as_many_rows_are_compared_as_fit(least, fitting, quick, rows, said, cache, caplog, monkeypatch):
     """Of two rows per micro-batch. least: that the job makes.  fitting: as many bytes are allowed.
     quick: by the plan's times both rows are."""
     tried: list[int] = []

@@ -248,18 +248,12 @@ def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Act
     return {rank: row[at[rank]] for rank, row in enumerate(s.rows) if at[rank] < len(row)}
 
 
-# The rules for programs once more, slow and plain; see `slow_check` for those of schedules.
+# The same for programs.
 
 
 def broken_program_rule(p: Program, g: StageGraph) -> str | None:
     """The first rule that a program breaks; None if it is valid."""
-    compute = Schedule(
-        name="",
-        microbatches=p.microbatches,
-        placement=p.placement,
-        pairs=p.pairs,
-        rows=tuple(tuple(step for step in row if computes(step)) for row in p.rows),
-    )
+    compute = replace(p, rows=tuple(tuple(filter(computes, row)) for row in p.rows))
     rows = tuple(tuple(a for a in row if a.kind not in TREATED) for row in compute.rows)
     untreated = replace(compute, rows=rows)
     tests: dict[str, Callable[[], bool]] = {
