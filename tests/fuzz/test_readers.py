@@ -5,8 +5,6 @@ do. Where a checksum lies beside it, half the trials set that right again, so th
 tried, too.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -42,7 +40,6 @@ from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.run_directory import Metrics, find_run, has_report
 
 CALM = [HealthCheck.function_scoped_fixture]
-
 
 SOME = examples(100, 2_500, suppress_health_check=CALM)
 HANGS_S = 30
@@ -114,7 +111,6 @@ def read_rows(name: str) -> Callable[[Path], None]:
 
 PROFILE = Profile(device="cpu", source="measured", graph=GRAPH.fingerprint, batch=("x[2]float32",), costs={})
 
-
 KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
     "profile": Kind(
@@ -171,7 +167,6 @@ def whole() -> Iterator[dict[str, Path]]:
 
 
 WORDS = st.sampled_from(["", "../x", "/dev/zero", "\0", "float32", "nan", "é", "x" * 400]) | GOOD | LINES
-
 
 LONG_ONES = [b"\0" * 64, b"[" * 3000, b'{"a":' * 3000, b"9" * 5000]
 ODD_ONES = [

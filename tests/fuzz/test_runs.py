@@ -4,8 +4,6 @@ An edit is kept where the check passes, so that many edits in a row stay valid. 
 long raises an error that fails the test, so nothing hangs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,18 +33,13 @@ from pipeloom.runtime.operations import OperationContext
 
 CALM = {"suppress_health_check": [HealthCheck.data_too_large]}
 
-
 SOME = examples(3, 80, **CALM)
-
 
 TOLERANCE = 1e-11
 
-
 COUNT = 4
 
-
 SWAP = next(operation for operation in ADDED if operation.meets is not None)
-
 
 WALKS = st.lists(st.sampled_from([*OFTEN, *OFTEN, "rename", "split", "rotate"]), min_size=1, max_size=25)
 

@@ -1,7 +1,5 @@
 """Random edits of schedules and programs: accepted exactly if they can run, refused by the right rule."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +24,6 @@ from pipeloom.lowering.passes import lower
 from pipeloom.simulator.simulate import simulate
 
 CALM = [HealthCheck.data_too_large, HealthCheck.filter_too_much]
-
 
 SOME = examples(40, 1_500, suppress_health_check=CALM)
 

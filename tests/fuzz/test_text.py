@@ -1,7 +1,5 @@
 """Random text into everything that reads text: a noun comes back, or one of our errors with a hint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,6 @@ from pipeloom.ir.text import from_json, load_noun
 from pipeloom.schedules.formats import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture]
-
 
 SOME = examples(60, 1_500, suppress_health_check=CALM)
 

@@ -1,7 +1,5 @@
 """One rank of `test_two_ranks`: trains plans, one after the other, and writes to a file what each gave."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Residuals that leave an accelerator, or are made again: the same numbers, and memory as counted."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

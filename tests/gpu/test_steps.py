@@ -1,7 +1,5 @@
 """On an accelerator: the same numbers as eager PyTorch, and memory as predicted."""
 
-from __future__ import annotations
-
 import gc
 
 import products

@@ -1,8 +1,6 @@
 """Two ranks on accelerators give the numbers of two on the CPU, whatever the plan: messages, sums, shares of
 optimizers and checkpoints by the backend of the device."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clusters: which link joins two devices, what devices share, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeloom.ir.cluster import Cluster, Device, Link

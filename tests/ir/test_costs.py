@@ -1,7 +1,5 @@
 """Stage costs: what they hold, and what they refuse."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeloom.ir.action import STEP, B, F, I, Kind, W

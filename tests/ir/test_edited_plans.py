@@ -1,7 +1,5 @@
 """Plans that somebody has edited: slips are named, and not passed over."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +18,6 @@ from pipeloom.ir.stages import chain, cut, replicate
 from pipeloom.lowering.passes import lower
 
 Edit = Callable[[dict[str, Any]], Any]
-
 
 SLIPS: list[tuple[Edit, str]] = [
     (lambda p: p.update(microbatchs=4), "did you mean microbatches?"),
@@ -91,9 +88,7 @@ def test_stages_that_are_placed_otherwise_or_lack_an_op_are_refused() -> None:
         ((), "stage 1 of the plan has no ops"),
     ],
 )
-def test_an_op_in_two_stages_or_of_no_model_and_a_stage_without_ops_are_refused(
-    ops: tuple[str, ...], words: str
-) -> None:
+def test_an_op_in_two_stages_or_of_no_model_and_a_stage_without_ops_are_refused(ops, words) -> None:
     stages = (PLAN.stages[0], replace(PLAN.stages[1], ops=ops))
     with pytest.raises(PlanError, match=words):
         replace(PLAN, stages=stages).stage_graph(GRAPH)

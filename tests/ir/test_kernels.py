@@ -1,7 +1,5 @@
 """When a kernel runs compiled, and which machine code it finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -141,7 +139,6 @@ def total(row):
 
 print(total(Row(np.ones(1_000_000, np.int64))))
 """
-
 
 TYPES = """
 from typing import Any, NamedTuple

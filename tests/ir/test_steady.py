@@ -1,7 +1,5 @@
 """Steady steps: what a schedule without a flush repeats, how it is unrolled, and how long a step takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

@@ -1,9 +1,6 @@
 """Sizes and JSON as text; texts that were answered with a traceback, pages of digits or all memory."""
 
-from __future__ import annotations
-
 import tracemalloc
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import parse_action
-from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
@@ -48,9 +45,7 @@ def parse_plan(text: str) -> Plan:
         (parse_plan, to_json(EMPTY).replace("flush", NINES), ConfigError, r"\$.weights"),
     ],
 )
-def test_long_texts_are_refused_in_a_short_message(
-    read: Callable[[str], object], text: str, error: type[PipeloomError], word: str
-) -> None:
+def test_long_texts_are_refused_in_a_short_message(read, text, error, word) -> None:
     with pytest.raises(error, match=word) as caught:
         read(text)
     assert len(caught.value.message) < (600 if read is parse_plan else 200)

@@ -55,10 +55,6 @@ def fail_on_1(folder: str) -> None:
     note = Path(folder, "0")
     while not (note.exists() and note.read_text()):
         time.sleep(0.02)
-    raise_it()
-
-
-def raise_it() -> None:
     raise ValueError("boom")
 
 
@@ -71,6 +67,17 @@ def fail_late() -> None:
     """All is well until the interpreter shuts down."""
     if os.environ["RANK"] == "1":
         atexit.register(os._exit, 5)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.sleep(FOREVER_S)
+
+
+def says_much() -> None:
+    """More than a pipe holds, and bytes that are no UTF-8."""
+    if os.environ["RANK"] == "1":
+        for line in (b"caf\xe9", *[b"x" * 60] * 3000, b"done"):
+            sys.stdout.buffer.write(line + b"\n")
 
 
 class _Unloadable:

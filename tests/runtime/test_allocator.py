@@ -1,7 +1,5 @@
 """Memory that the process keeps, and gives back."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

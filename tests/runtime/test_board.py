@@ -1,7 +1,5 @@
 """How ranks learn of a failure: boards on a store, silent ranks, the table of who waits for whom."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -52,9 +50,7 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[Board])
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_rank_that_falls_silent_has_failed_unless_it_has_finished(
-    boards: list[Board], finished: bool
-) -> None:
+def test_a_rank_that_falls_silent_has_failed_unless_it_has_finished(boards, finished) -> None:
     boards[1].start(lambda: RankStatus(doing=FINISHED if finished else "0F1"), print)
     boards[1].stop()
     boards[0].start(RankStatus, print)
@@ -118,9 +114,7 @@ def test_a_rank_that_ended_early_is_named(boards: list[Board], leave: Callable[[
 
 
 @pytest.mark.parametrize("waits_for", [{1: 0}, {1: 0, 2: 1}, {1: 2, 2: 3, 3: 0}])
-def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
-    monkeypatch: pytest.MonkeyPatch, waits_for: dict[int, int]
-) -> None:
+def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(monkeypatch, waits_for) -> None:
     """As where the script of the rank that serves the store ends early; or for who waits for that one."""
     monkeypatch.setattr("pipeloom.runtime.watch.STUCK_S", 0.0)
     first, *others = local_boards(1 + len(waits_for))
@@ -171,9 +165,7 @@ def test_the_table_names_a_circle(states: list[RankStatus | None], said: tuple[s
     assert ("each other" in table) == any("each other" in part for part in said)
 
 
-def test_the_rank_that_went_is_named_and_not_who_waited_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_went_is_named_and_not_who_waited_for_it(tmp_path, monkeypatch) -> None:
     job = nets.job("skips")
     plan, captured = even_plan(job, 2, microbatches=2), capture_of(job)
     saves, prepare = threading.Event(), checkpoint.files.prepare

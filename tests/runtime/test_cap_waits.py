@@ -2,8 +2,6 @@
 until sends do. Disks are as slow as can be here: a copy ends when somebody waits for it. As with NCCL, the
 wait for a transfer ends before the transfer does."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -15,9 +15,7 @@ TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
 @pytest.mark.slow
-def test_messages_groups_and_meshes_then_one_ranks_exception_ends_all(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_groups_and_meshes_then_one_ranks_exception_ends_all(monkeypatch, capfd) -> None:
     """Nor can another machine reach them. The exception ends one that waits, and one that is stuck where no
     exception reaches it, and is told with its traceback once."""
     monkeypatch.syspath_prepend(TARGETS.parent)

@@ -94,9 +94,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
 
 
 @pytest.mark.parametrize(("ahead", "opened"), [(1, 2), (3, 3)])
-def test_the_next_receive_is_opened_after_what_is_computed_in_between(
-    ahead: int, opened: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead, opened, monkeypatch) -> None:
     """Its buffer is taken at once. With none open it would not overlap that work, so it is opened at once."""
     messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(5)]
     monkeypatch.setattr(channel, "AHEAD", ahead)

@@ -1,8 +1,6 @@
 """The groups that NCCL gets: their limits, and their end. torch.distributed's calls are stood in for, or gloo
 makes the groups."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Where residuals go must be given back however a pipeline ends, and must not hide why it ended."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -47,9 +45,7 @@ def test_a_plan_that_does_not_fit_leaves_no_tier(tmp_path: Path) -> None:
         Pipeline(JOB, plan, options=Options(offload_dir=folder))
 
 
-def test_what_fails_behind_the_tier_leaves_none_and_is_told_to_the_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_behind_the_tier_leaves_none_and_is_told_to_the_other_ranks(tmp_path, monkeypatch) -> None:
     plan = runs.treated_plan(JOB, runs.even_plan(JOB, 2, microbatches=2), "offload")
     folder = tmp_path / "away"
 
@@ -70,9 +66,7 @@ def test_what_fails_behind_the_tier_leaves_none_and_is_told_to_the_other_ranks(
     assert told.startswith("rank 0 failed: ValueError: no worker")
 
 
-def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(tmp_path, monkeypatch) -> None:
     close = FileTier.close
 
     def broken(tier: FileTier) -> None:
@@ -103,9 +97,7 @@ class LateError:
 
 
 @pytest.mark.parametrize("mistake", [False, True])
-def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error(
-    tmp_path: Path, mistake: bool
-) -> None:
+def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error(tmp_path, mistake) -> None:
     error = pytest.raises(ValueError, match="the user's own mistake") if mistake else nullcontext()
     with pytest.warns(UserWarning, match="rank 0: .* did not close .*: Input.output error; nothing"):
         with error, Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path)) as pipeline:

@@ -1,8 +1,6 @@
 """A script that closes nothing ends well, keeps what it has in its globals, and tells what it ended with.
 Ctrl-C ends a wait that Python's own handling cannot reach."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import textwrap
@@ -91,9 +89,7 @@ def watches(count: int) -> list[Watch]:
 
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("uncaught", [False, True])
-def test_a_script_ends_with_an_error_that_nobody_has_handled(
-    monkeypatch: pytest.MonkeyPatch, uncaught: bool
-) -> None:
+def test_a_script_ends_with_an_error_that_nobody_has_handled(monkeypatch, uncaught) -> None:
     """IPython and pytest leave those that were handled in `sys.last_value`."""
     error = ValueError("no such luck")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
@@ -108,9 +104,7 @@ def test_a_script_ends_with_an_error_that_nobody_has_handled(
 
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("error", [OSError("disk"), CommunicationError("lost")])
-def test_an_error_of_one_pipeline_leaves_no_other_open(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_an_error_of_one_pipeline_leaves_no_other_open(monkeypatch, error) -> None:
     def fail() -> None:
         raise error
 

@@ -1,7 +1,5 @@
 """Residuals in files: what comes back, what leaves memory, and what can go wrong with a disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -97,9 +95,7 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
         FileTier(tmp_path / "file" / "deep", 3)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(
-    tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_before_anything_is_written(tier, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
@@ -168,12 +164,7 @@ def test_no_thread_starts_in_a_step(tier: FileTier) -> None:
     ids=repr,
 )
 def test_what_fails_is_said_and_its_place_and_bytes_are_given_back(
-    tier: FileTier,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    asked: bool,
-    error: Exception,
-    kind: type[Exception],
+    tier, monkeypatch, call, asked, error, kind
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(os, call, failing(error))
@@ -193,9 +184,7 @@ def test_what_fails_is_said_and_its_place_and_bytes_are_given_back(
 
 
 @given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_places_never_overlap_and_the_file_does_not_grow(
-    moves: list[tuple[bool, int]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_places_never_overlap_and_the_file_does_not_grow(moves, tmp_path_factory) -> None:
     """Each move offloads some pages or gives back what was offloaded. Another step uses the same file."""
     tier = FileTier(tmp_path_factory.mktemp("tier"), 3)
     lengths = []

@@ -1,33 +1,26 @@
 """Processes start together and end together, and none stays, whatever happens."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 from processes import run, start, until
 
 from pipeloom.runtime.launch import StartedRanks, terminate_as_exit
 
-HERE = Path(__file__).parent
-
 LAUNCHER = """
 import json, sys
 from pipeloom.runtime import launch as processes
 import launch_targets
-processes.GRACE_S = 0.5
+processes.GRACE_S = float(sys.argv[3])
 sys.exit(processes.launch(getattr(launch_targets, sys.argv[1]), 2, args=json.loads(sys.argv[2])))
 """
-
 Launch = Callable[..., subprocess.Popen[str]]
 
 
@@ -36,8 +29,9 @@ def launched() -> Iterator[Launch]:
     """Start the launcher in a process and a session of its own."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(target: str, *args: object) -> subprocess.Popen[str]:
-        started.append(start("-c", LAUNCHER, target, json.dumps(args), start_new_session=True))
+    def run(target: str, *args: object, grace_s: float = 0.5, **how: Any) -> subprocess.Popen[str]:
+        words = (target, json.dumps(args), grace_s)
+        started.append(start("-c", LAUNCHER, *words, start_new_session=True, **how))
         return started[-1]
 
     yield run
@@ -65,19 +59,14 @@ def alive(pid: int) -> bool:
     return status.strip() != "" and not status.startswith("Z")
 
 
+GLIBC, HUGE = "glibc.malloc.arena_max=2", "glibc.malloc.hugetlb=1"
+
+
 @pytest.mark.parametrize(
     ("own", "seen"),
-    [
-        ({}, "1 glibc.malloc.hugetlb=1"),
-        (
-            {"OMP_NUM_THREADS": "3", "GLIBC_TUNABLES": "glibc.malloc.arena_max=2"},
-            "3 glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1",
-        ),
-    ],
+    [({}, f"1 {HUGE}"), ({"OMP_NUM_THREADS": "3", "GLIBC_TUNABLES": GLIBC}, f"3 {GLIBC}:{HUGE}")],
 )
-def test_ranks_see_what_torchrun_sets_and_the_callers_own_and_output_names_the_rank(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], seen: str
-) -> None:
+def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(launched, monkeypatch, own, seen) -> None:
     for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     for name, text in own.items():
@@ -90,16 +79,18 @@ def test_ranks_see_what_torchrun_sets_and_the_callers_own_and_output_names_the_r
     assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
 
 
+SCRIPT = """
+import sys
+from pipeloom.runtime.launch import launch
+class Mine: pass
+def work(mine): print(type(mine) is Mine, __name__)
+if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))
+"""
+
+
 def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import sys\n"
-        "from pipeloom.runtime.launch import launch\n"
-        "class Mine: pass\n"
-        "def work(mine): print(type(mine) is Mine, __name__)\n"
-        "if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))\n"
-    )
-    status, out, err = run(script)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    status, out, err = run(tmp_path / "mine.py")
     assert (status, err) == (0, "")
     assert sorted(out.splitlines()) == ["True __mp_main__", "[rank 1] True __mp_main__"]
 
@@ -117,24 +108,34 @@ def test_a_failing_rank_ends_all_ranks(launched: Launch, tmp_path: Path) -> None
     until(lambda: not any(alive(pid) for pid in started))
 
 
-SAID_OF_KILLED = "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+KILLED_SAYS = "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
 
 
-def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
+def test_the_others_end_soon_after_a_rank_was_killed(launched: Launch) -> None:
     """It told them nothing, so they get less time than after a failure: that would be 600 s here."""
-    script = tmp_path / "killed.py"
-    script.write_text(
-        "import os, signal, sys, time\n"
-        "from pipeloom.runtime import launch as processes\n"
-        "from pipeloom.runtime.launch import launch\n"
-        "def work():\n"
-        "    os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
-        "if __name__ == '__main__':\n"
-        "    processes.GRACE_S = 600\n"
-        "    sys.exit(launch(work, 2))\n"
-    )
-    status, _, errors = run(script)
-    assert (status, errors) == (128 + signal.SIGKILL, SAID_OF_KILLED)
+    process = launched("killed", grace_s=600)
+    assert process.communicate(timeout=300)[1] == KILLED_SAYS
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+STARTED = """
+import os, signal, sys, time
+from pipeloom.runtime.launch import StartedRanks
+needed = bool(sys.argv[1:])
+with StartedRanks(2, needed=needed) as started:
+    os.kill(started._processes._ranks[1].process.pid, signal.SIGKILL)
+    time.sleep(3600 if needed else 1)
+    print(started.run(print))
+"""
+
+
+@pytest.mark.parametrize("words", [["needed"], []], ids=str)
+def test_a_rank_that_is_killed_while_the_launcher_plans_ends_it_if_it_is_needed(words: list[str]) -> None:
+    """A plan is not lost with ranks that were to rehearse it."""
+    status, out, errors = run("-c", STARTED, *words)
+    killed = 128 + signal.SIGKILL
+    assert (status, errors) == (killed if words else 0, KILLED_SAYS)
+    assert out.splitlines()[-1:] == ([] if words else [str(killed)])
 
 
 @pytest.mark.parametrize(
@@ -148,33 +149,25 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
         (("UNLOADABLE",), 1, "RuntimeError: cannot be loaded\n"),
     ],
 )
-def test_exit_statuses_are_passed_on_and_the_reason_is_said_once(
-    launched: Launch, call: tuple[object, ...], status: int, words: str
-) -> None:
+def test_exit_statuses_are_passed_on_and_the_reason_is_said_once(launched, call, status, words) -> None:
     process = launched(*call)
     said = process.communicate(timeout=300)[1]
     assert process.returncode == status
     assert said == words or (call == ("UNLOADABLE",) and said.count(words) == 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled("SIGINT-sleep", "SIGTERM-sleep", "SIGKILL-stubborn")
 @pytest.mark.parametrize("target", ["sleep", "stubborn"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_process_stays_after_a_signal(
-    launched: Launch, tmp_path: Path, target: str, number: signal.Signals
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_no_process_stays_after_a_signal(launched, tmp_path, target, number) -> None:
     process = launched(target, str(tmp_path))
     started = pids(tmp_path, 4)
-    os.killpg(process.pid, number)  # as a terminal does for Ctrl-C: to the launcher's whole group
-    process.communicate(timeout=300)
-    assert process.returncode in (-number, 128 + number)
-    until(lambda: not any(alive(pid) for pid in started))
-
-
-def test_no_process_stays_when_the_launcher_is_killed(launched: Launch, tmp_path: Path) -> None:
-    process = launched("stubborn", str(tmp_path))
-    started = pids(tmp_path, 4)
-    process.kill()
+    if number == signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid, number)  # as a terminal does for Ctrl-C: to the launcher's whole group
+        process.communicate(timeout=300)
+        assert process.returncode in (-number, 128 + number)
     until(lambda: not any(alive(pid) for pid in started))
 
 
@@ -189,14 +182,12 @@ def test_ranks_go_on_when_nobody_reads_what_they_say(launched: Launch, tmp_path:
 
 
 @pytest.fixture
-def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(HERE))
+def targets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     return importlib.import_module("launch_targets")
 
 
-def test_ranks_prepare_several_things_before_they_know_their_work(
-    tmp_path: Path, targets: ModuleType
-) -> None:
+def test_ranks_prepare_several_things_before_they_know_their_work(tmp_path, targets) -> None:
     """And what one of them fails with stays unsaid."""
     folders = [tmp_path / name for name in ("first", "second", "ran")]
     for folder in folders:
@@ -211,9 +202,7 @@ def test_ranks_prepare_several_things_before_they_know_their_work(
     assert pids(folders[2], 2) == before
 
 
-def test_ranks_that_get_no_work_end_without_a_word(
-    tmp_path: Path, targets: ModuleType, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_get_no_work_end_without_a_word(tmp_path, targets, capfd) -> None:
     ready: list[int] = []
     with pytest.raises(ValueError, match="no plan"), StartedRanks(2) as started:
         started.prepare(targets.say_and_fail, (str(tmp_path),))
@@ -233,53 +222,10 @@ def test_a_signal_that_is_to_be_ignored_from_now_on_stays_ignored() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-KILLED = textwrap.dedent(
-    """
-    import os, signal, sys, time
-    from pipeloom.runtime.launch import StartedRanks
-
-    needed = sys.argv[1] == "needed"
-    with StartedRanks(2, needed=needed) as started:
-        os.kill(started._processes._ranks[1].process.pid, signal.SIGKILL)
-        time.sleep(3600 if needed else 1)
-        print(started.run(print))
-    """
-)
-
-
-@pytest.mark.parametrize("needed", [True, False])
-def test_a_rank_that_is_killed_while_the_launcher_plans_ends_it_if_it_is_needed(needed: bool) -> None:
-    """A plan is not lost with ranks that were to rehearse it."""
-    status, out, errors = run("-c", KILLED, "needed" if needed else "optional")
-    killed = 128 + signal.SIGKILL
-    assert (status, errors) == (killed if needed else 0, SAID_OF_KILLED)
-    assert out.splitlines()[-1:] == ([] if needed else [str(killed)])
-
-
-SAYS_MUCH = """
-import os, sys
-from pipeloom.runtime.launch import launch
-
-def work():
-    if os.environ["RANK"] == "1":
-        sys.stdout.buffer.write(b"caf\\xe9\\n")
-        for _ in range(3000):  # more than a pipe holds
-            sys.stdout.buffer.write(b"x" * 60 + b"\\n")
-        sys.stdout.buffer.write(b"done\\n")
-
-if __name__ == "__main__":
-    sys.exit(launch(work, 2))
-"""
-
-
-@pytest.mark.parametrize(("encoding", "seen"), [("latin-1", b"caf\xe9"), ("utf-8", b"caf\\xe9")])
-def test_all_that_ranks_say_is_read_though_it_cannot_be_decoded(
-    tmp_path: Path, encoding: str, seen: bytes
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SAYS_MUCH)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, timeout=300)
-    lines = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, len(lines)) == (0, b"", 3002)
-    assert lines[0] == b"[rank 1] " + seen and lines[-1] == b"[rank 1] done"
+@pytest.mark.parametrize(("encoding", "seen"), [("latin-1", "caf\xe9"), ("utf-8", "caf\\xe9")])
+def test_all_that_ranks_say_is_read_though_it_cannot_be_decoded(launched, encoding, seen) -> None:
+    process = launched("says_much", env={"PYTHONIOENCODING": encoding}, encoding=encoding)
+    out, err = process.communicate(timeout=300)
+    lines = out.splitlines()
+    assert (process.returncode, err, len(lines)) == (0, "", 3002)
+    assert lines[0] == f"[rank 1] {seen}" and lines[-1] == "[rank 1] done"

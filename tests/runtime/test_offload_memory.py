@@ -1,7 +1,5 @@
 """Resident memory really falls where residuals leave."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

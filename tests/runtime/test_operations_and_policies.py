@@ -1,10 +1,7 @@
 """What a handler finds of a micro-batch's residuals where the plan treats some of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import nets
 import pytest
@@ -19,7 +16,6 @@ from pipeloom.runtime.operations import OperationContext
 
 JOB = nets.job("skips")
 Seen = dict[str, list[set[str]]]
-
 
 ROWS = {
     "recompute": "0F0 0LOOK0 0PEEK0 0B0",
@@ -48,9 +44,7 @@ def plan_of(treatment: Treatment, ahead: tuple[int, ...]) -> tuple[Plan, Seen]:
 
 
 @pytest.mark.parametrize(("treatment", "ahead"), [("offload", ()), ("recompute", (0,)), ("recompute", ())])
-def test_handlers_see_what_is_on_the_device(
-    treatment: Treatment, ahead: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_handlers_see_what_is_on_the_device(treatment, ahead, tmp_path) -> None:
     plan, seen = plan_of(treatment, ahead)
     losses = []
     for policy in (MemoryPolicy(), plan.memory):

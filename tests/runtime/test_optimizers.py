@@ -53,9 +53,7 @@ def flags(name: str) -> list[dict[str, bool]]:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "settings"), [(n, s) for n in (*TRAINS, "Muon") for s in flags(n)])
-def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(
-    name: str, settings: dict[str, bool]
-) -> None:
+def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(name, settings) -> None:
     make = maker(name, **settings)
     updates = counted(make, name)
     state, scratch = measured(make, name)
@@ -104,18 +102,28 @@ def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
     assert groups and not any(group["params"] for group in groups)
 
 
+Params = Iterable[nn.Parameter]
+
+
 class Bare(torch.optim.Optimizer):
     """Without settings."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Params) -> None:
         super().__init__(params, {})
+        self.own = self.param_groups[0]["params"]
+
+
+class Plain(torch.optim.SGD):
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, lr=1.0)
+        self.own = self.param_groups[0]["params"]
 
 
 class Pair(Bare):
     """Keeps two tensors of each parameter in one list."""
 
-    def step(self) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+    def step(self) -> None:
+        for p in (p for p in self.own if p.grad is not None):
             self.state[p].setdefault("pair", [torch.zeros_like(p), torch.zeros_like(p)])
 
 
@@ -123,8 +131,8 @@ class NeedsData(Bare):
     """Its step cannot be made without data."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+    def step(self) -> None:
+        for p in (p for p in self.own if p.grad is not None):
             p -= torch.tensor(p.grad.tolist()) * 0.1
             self.state[p]["mean"] = torch.zeros_like(p)
 
@@ -169,49 +177,41 @@ class Counts(Holds):
 class Slow(torch.optim.Optimizer):
     """Steps another optimizer, and keeps a copy of each parameter besides."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self.fast = torch.optim.SGD(params, lr=1.0)
+    def __init__(self, params: Params) -> None:
+        self.fast = Plain(params)
         super().__init__(self.fast.param_groups, {})
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         self.fast.step()
-        for p in self.param_groups[0]["params"]:
+        for p in self.fast.own:
             self.state[p]["slow"] = p.detach().clone()
-
-
-class Plain(torch.optim.SGD):
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, lr=1.0)
 
 
 class SlowList(Plain):
     """Keeps a list of copies of its parameters."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.slow = [p.detach().clone() for p in self.own]
 
 
 class Lists(Plain):
     """Keeps its groups under other names, too."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self.all, self.groups = self.param_groups[0]["params"], [*self.param_groups]
+        self.groups = [*self.param_groups]
 
 
-class ClipsAll(torch.optim.SGD):
+class ClipsAll(Plain):
     """Its step divides by the norm of all gradients."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, lr=0.1)
-
-    def step(self) -> None:  # type: ignore[override]
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.own, 1.0)
         super().step()
 
 
-def clips_in_a_hook(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def clips_in_a_hook(params: Params) -> torch.optim.Optimizer:
     params = list(params)
     adam = torch.optim.Adam(params, eps=1e-2)
     adam.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(params, 1.0) and None)
@@ -222,9 +222,9 @@ class Noisy(Plain):
     """Draws for each parameter, whichever others there are."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         super().step()
-        for p in self.param_groups[0]["params"]:
+        for p in self.own:
             p += 0.1 * torch.randn_like(p)
 
 
@@ -257,7 +257,7 @@ def test_an_update_that_depends_on_what_other_ranks_have_is_refused(make: Make, 
 @pytest.mark.parametrize("make", [Noisy, MuonAndAdamW, Lists])
 def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
     optimizer = weights_of(make, "b").optimizer
-    assert not isinstance(optimizer, Lists) or len(optimizer.all) == 1
+    assert not isinstance(optimizer, Lists) or len(optimizer.own) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """A device that has no more memory: an error for users on the rank, and the end of all ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,9 +42,7 @@ def fails_in_step(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "action"), [(fails_in_1f2, "1F2"), (fails_in_step, "1STEP")])
-def test_an_action_ends_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Pipeline], None], action: str
-) -> None:
+def test_an_action_ends_all_ranks(monkeypatch, spoil, action) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 3 << 30)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 5 << 30)

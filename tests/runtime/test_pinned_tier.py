@@ -1,8 +1,6 @@
 """Bookkeeping of the tier in pinned memory, with stand-ins for streams and events: what copies where, which
 memory is used again. Order on a real device: tests/gpu."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

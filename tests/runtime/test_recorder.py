@@ -118,7 +118,6 @@ def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
 
 MOST_CALLS = 350
 
-
 PACKAGE = str(Path(pipeloom.__file__).parent)
 
 

@@ -1,7 +1,5 @@
 """Rehearsing with the worker itself, before training and between steps, must leave no trace."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A step that was broken off left gradients, offloaded residuals and bytes in the ledger to the next one."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -171,9 +169,7 @@ def test_a_torn_update_needs_a_checkpoint(tmp_path: Path) -> None:
         pipeline.step(JOB.batch(1, 4))
 
 
-def test_weights_that_were_loaded_in_part_need_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_were_loaded_in_part_need_a_checkpoint(tmp_path, monkeypatch) -> None:
     with Pipeline(JOB, runs.even_plan(JOB, 1, microbatches=2)) as pipeline:
         pipeline.save(tmp_path)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

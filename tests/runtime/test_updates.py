@@ -1,7 +1,5 @@
 """What an update of the weights takes, and the norm of its gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What imports the stand-in runs in processes of its own: it is their accelerator from then on, and other
 tests would take it for a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

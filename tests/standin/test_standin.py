@@ -1,7 +1,5 @@
 """Runs `cases`, each file in a process that has the stand-in accelerator."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from os import environ

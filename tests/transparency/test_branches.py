@@ -1,7 +1,5 @@
 """Stages that form a DAG, with every pair of what else a plan may have: the numbers of one process."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -11,50 +11,31 @@ from runs import assert_same, even_plan, pipelined, plain, treated_plan
 
 from pipeloom import Job
 from pipeloom.ir.errors import BatchError
-from pipeloom.ir.plan import Plan
 
-GPT = Job(
-    model=partial(nets.GPT, 8, 1),
-    batch=nets.token_batch,
-    optimizer=nets.sgd,
-    name="gpt",
+GPT = Job(model=partial(nets.GPT, 8, 1), batch=nets.token_batch, optimizer=nets.sgd, name="gpt")
+
+
+@pytest.mark.sampled("gpt", "recompute")
+@pytest.mark.parametrize(
+    ("job", "stages", "microbatch_size", "treatments"),
+    [
+        pytest.param(GPT, 2, 2, "", id="gpt"),
+        *(pytest.param(nets.job(name), 3, 2, "", id=name) for name in ("gpt2", "t5", "mixtral")),
+        pytest.param(job(CountsRows), 2, 2, "", id="a constant that depends on the size"),
+        pytest.param(GPT, 2, 1, "", id="planned for one row"),
+        *(pytest.param(GPT, 2, 2, how, id=how) for how in ("recompute", "recompute ahead", "offload")),
+    ],
 )
-
-
-def check(job: Job, plan: Plan) -> None:
-    """The last batch of an epoch leaves micro-batches of 2, 1 and 1 rows."""
+def test_a_last_batch_is_trained_on(job: Job, stages: int, microbatch_size: int, treatments: str) -> None:
+    """It leaves micro-batches of 2, 1 and 1 rows. What a policy says of residuals that one row lacks is left
+    out."""
+    plan = even_plan(job, stages, microbatches=3, microbatch_size=microbatch_size)
+    if treatments:
+        ahead = (0, 1) if "ahead" in treatments else ()
+        plan = treated_plan(job, plan, treatments.split()[0], ahead=ahead)
     batches = [job.batch(0, 6), job.batch(1, 4), job.batch(2, 6)]
     found = pipelined(job, plan, batches, evaluate=batches[1:2])
     assert_same(found, plain(job, batches, 3, evaluate=batches[1:2]), tolerance=2e-5)
-
-
-def test_a_last_batch_is_trained_on() -> None:
-    check(GPT, even_plan(GPT, 2, microbatches=3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
-def test_a_last_batch_of_a_library_s_model(name: str) -> None:
-    check(nets.job(name), even_plan(nets.job(name), 3, microbatches=3))
-
-
-@pytest.mark.slow
-def test_a_constant_that_depends_on_the_size() -> None:
-    counts = job(CountsRows)
-    check(counts, even_plan(counts, 2, microbatches=3))
-
-
-@pytest.mark.slow
-def test_a_plan_for_one_row_trains_on_more() -> None:
-    check(GPT, even_plan(GPT, 2, microbatches=3, microbatch_size=1))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("treatment", ["recompute", "recompute ahead", "offload"])
-def test_with_a_memory_policy(treatment: str) -> None:
-    """What the policy says of residuals that one row lacks is left out."""
-    ahead = (0, 1) if "ahead" in treatment else ()
-    check(GPT, treated_plan(GPT, even_plan(GPT, 2, microbatches=3), treatment.split()[0], ahead=ahead))
 
 
 def test_what_eager_pytorch_refuses_is_refused_with_its_reason() -> None:

@@ -1,8 +1,6 @@
 """Kept, recomputed and offloaded residuals: the same bits, and memory as foreseen. Random mixes:
 `test_random_programs.py`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import nets

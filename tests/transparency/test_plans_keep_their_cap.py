@@ -1,7 +1,5 @@
 """Random models planned under random caps: the plan fits as simulated, and when it runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

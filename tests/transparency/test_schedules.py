@@ -18,10 +18,8 @@ from pipeloom.ir.plan import Plan, StagePlan, widened
 from pipeloom.runnable import require_runnable
 from pipeloom.schedules import registry
 
-TOLERANCE = 1e-12
-"""In float64: what remains is the order of additions."""
+TOLERANCE = 1e-12  # in float64: what remains is the order of additions
 BOTH_WAYS = [name for name in SYNCHRONOUS if registry.entry(name).place == "both ways"]
-
 
 GPT = gpt_job()
 
@@ -65,25 +63,14 @@ def test_both_replicas_of_a_stage_on_one_rank(name: str) -> None:
 def test_what_the_runtime_lacks_is_said_before_anything_starts(name: str) -> None:
     """No model is built, and no other rank is waited for."""
     unmade = replace(GPT, model=lambda: pytest.fail("the model was built"))
-    plan = Plan(
-        graph="",
-        planner="test",
-        stages=(StagePlan(ops=("a",)),) * 2,
-        placement=(0, 1),
-        schedule=name,
-        schedule_rows=("", ""),
-        microbatches=4,
-    )
+    shape = {"placement": (0, 1), "stages": (StagePlan(ops=("a",)),) * 2, "microbatches": 4}
+    plan = Plan(graph="", planner="test", schedule=name, schedule_rows=("", ""), **shape)
     reason = f"schedule {name} cannot be run: it needs {registry.entry(name).lacks}, which the runtime"
-    with pytest.raises(ScheduleError, match=reason):
-        Pipeline(unmade, plan)
-    with pytest.raises(ScheduleError, match=reason):
-        verify(unmade, plan)
-
-
-def test_another_name_of_a_schedule_lacks_the_same() -> None:
+    for run in (Pipeline, verify):
+        with pytest.raises(ScheduleError, match=reason):
+            run(unmade, plan)
     with pytest.raises(ScheduleError, match="schedule seq1f1b cannot be run"):
-        require_runnable("seq_1f1b")
+        require_runnable("seq_1f1b")  # another of its names
 
 
 def test_without_backwards_a_pipeline_evaluates_and_does_not_train() -> None:

@@ -1,7 +1,5 @@
 """Schedules with copies to the host train as one process does, however slow the host is."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace
@@ -31,7 +29,6 @@ from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 ROWS = 64
-
 
 JOB = nets.in_double(replace(GELU, name="deep"))
 
@@ -68,7 +65,7 @@ def offloads(plan: Plan) -> list[Any]:
     st.data(),
 )
 def test_partial_rows_and_mixed_treatments_equal_one_process(
-    name: str, ranks: int, chunks: int, offload: int, microbatches: int, data: st.DataObject
+    name, ranks, chunks, offload, microbatches, data
 ) -> None:
     chunks = 2 if name == "zb_v" else chunks
     plan = planned(f"{name}:offload={min(offload, chunks)}", ranks, chunks, microbatches)

@@ -1,7 +1,5 @@
 """What a training loop may ask for: clipping, schedulers, weights of tokens, odd batches, mixed precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,6 +10,7 @@ from typing import Any
 import nets
 import pytest
 import torch
+from optimizers import MuonAndAdamW
 from plain_net import two_linears
 from refusals import refused
 from runs import Numbers, assert_same, each_rank, even_plan, pipelined, plain
@@ -21,7 +20,6 @@ from pipeloom.ir.errors import CheckpointError
 
 TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
-
 
 GPT, TIED = (nets.job(name, double=True) for name in ("gpt", "tied_thrice"))
 LR = torch.optim.lr_scheduler
@@ -177,9 +175,7 @@ def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool)
 @pytest.mark.sampled(1)
 @pytest.mark.own_captures
 @pytest.mark.parametrize("compare", [False, True])
-def test_a_pipeline_in_no_grad_trains_as_outside(
-    compare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_in_no_grad_trains_as_outside(compare, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # compared anew
     assert losses(torch.no_grad, compare=compare) == losses(nullcontext, compare=compare)
 
@@ -230,29 +226,16 @@ def test_milestones_come_after_a_checkpoint_too(scheduler: Callable[..., object]
     assert rates[1:5] == rates[5:] and rates[1] > rates[4]
 
 
-def two(params: Any) -> torch.optim.Optimizer:
-    class Two:
-        def __init__(self) -> None:
-            first, *others = params
-            self.held = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
-
-        def step(self) -> None:
-            for each in self.held:
-                each.step()
-
-    return Two()  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize(
     ("saved", "optimizer", "word"),
     [
         (partial(LR.LambdaLR, lr_lambda=lambda _: 1.0), None, "LambdaLR"),
         (in_turn, None, "SequentialLR"),
-        (partial(LR.ExponentialLR, gamma=0.5), two, "2"),
+        (partial(LR.ExponentialLR, gamma=0.5), MuonAndAdamW, "2"),
     ],
 )
 def test_another_scheduler_is_refused_before_anything_is_overwritten(
-    saved: Callable[..., object], optimizer: Any, word: str, tmp_path: Path
+    saved, optimizer, word, tmp_path
 ) -> None:
     job = two_linears()
     plan = even_plan(job, 1, microbatches=2)

@@ -1,7 +1,5 @@
 """Pipelines side by side: replicas of every stage train the micro-batches that one pipeline would."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -24,7 +22,6 @@ ONE_WAY = [
     for name in every_schedule.SYNCHRONOUS
     if every_schedule.registry.entry(name).place in ("line", "loop", "wave")
 ]
-
 
 GPT = every_schedule.gpt_job()
 
@@ -90,9 +87,7 @@ def test_replicas_that_share_out_the_optimizer_state_change_no_bit_without_clipp
 
 
 @pytest.mark.parametrize(("weights", "width"), [("flush", 2), ("flush", 3), ("2bw", 2)])
-def test_gradients_for_owners_take_half_of_the_bytes(
-    weights: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_for_owners_take_half_of_the_bytes(weights, width, monkeypatch) -> None:
     """What a rank sends: of a sum for all, a ring's 2 (n - 1) / n of the bytes; of one for an owner, all of
     them, unless it is the owner."""
     sent: Counter[int] = Counter()

@@ -2,8 +2,6 @@
 whatever ran first. Memory is out of the CPU's reach, poisoned when freed, freed in the order of its stream.
 Each time that the host waits is counted, with its line."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

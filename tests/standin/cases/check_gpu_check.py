@@ -1,7 +1,5 @@
 """bench/gpu_check.py runs, so that it does not fail for the first time on a rented machine."""
 
-from __future__ import annotations
-
 import gpu_check
 import pytest
 import standin

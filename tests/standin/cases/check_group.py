@@ -1,7 +1,5 @@
 """The process group orders transfers as NCCL does. Ranks are threads, each with a device of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

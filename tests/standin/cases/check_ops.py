@@ -1,7 +1,5 @@
 """Ops draw as on the CPU, and autocast as on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Pipelines on the stand-in: the CPU's numbers to the bit, no race, one wait of the host per step. Each wait
 that is taken out of the runtime is reported."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """What pipelines exchange on the stand-in, and who waits for whom there. Ranks are threads, each with a
 device of its own."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What two ranks train on the stand-in: the CPU's numbers to the bit, no race, the waits that are listed."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from functools import cache

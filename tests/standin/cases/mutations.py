@@ -6,8 +6,6 @@ what a run needs that is given up (`discard`, `close`); and the order that `_Enq
 is missed only if a send is seen to end within a step.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """One rank of pipelines of two, one after the other. Prints a line for each: losses, checksums of
 parameters, waits of the host in a step, and reports."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zlib

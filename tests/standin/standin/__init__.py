@@ -9,8 +9,6 @@ call, whatever ran first: a clock per stream counts what it waits for. `syncs` h
 its line, `reports` each race and early free.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import sys

@@ -1,7 +1,5 @@
 """The stand-in's library, built once per version of its source and of torch, and kept in the user's cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -7,8 +7,6 @@ group. A send ends only when it is received. `wait` makes the current stream wai
 ends what hangs.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
