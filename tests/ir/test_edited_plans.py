@@ -51,10 +51,7 @@ def test_what_may_be_left_out_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [
-        ({"delay_correction": 1.5}, "1.5"),
-        ({"schedule_rows": ("0F999999999 0B0",)}, "1000000000 steps"),
-    ],
+    [({"delay_correction": 1.5}, "1.5"), ({"schedule_rows": ("0F999999999 0B0",)}, "1000000000 steps")],
 )
 def test_numbers_that_no_steady_plan_has_are_refused(fields: dict[str, Any], words: str) -> None:
     step = {"schedule": "1f1b", "schedule_rows": ("0F1 0B0",), "microbatches": 1, "weights": "2bw"} | fields

@@ -93,10 +93,7 @@ def test_tensors_that_are_something_else_do_not_run(tmp_path: Path, ran: Path, a
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            lambda i: i["tensors"].update({"model.weight": "../../secret"}),
-            "in '../../secret', no file of",
-        ),
+        (lambda i: i["tensors"].update({"model.weight": "../../secret"}), "in '../../secret', no file of"),
         (lambda i: i["tensors"].update({"model.more": "rank-0.safetensors"}), "'model.more' is not in it"),
         (lambda i: i["tensors"].pop("model.weight"), "does not say where 'weight' is"),
         (lambda i: i["model"].update(weight=[[1 << 40, 1 << 40], "float32"]), "and not .*1099511627776"),

@@ -13,10 +13,7 @@ from pipeloom import Job
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.stage.trace import stage_residuals
 
-CALM = {
-    "phases": (Phase.explicit, Phase.generate),
-    "suppress_health_check": [HealthCheck.data_too_large],
-}
+CALM = {"phases": (Phase.explicit, Phase.generate), "suppress_health_check": [HealthCheck.data_too_large]}
 
 
 @pytest.mark.sampled("False")

@@ -12,14 +12,7 @@ import pytest
 from deep import GELU
 from hypothesis import Phase, given, settings, strategies as st
 from programs import policies
-from runs import (
-    assert_same,
-    even_plan,
-    pipelined,
-    plain,
-    residuals_of,
-    treated_plan,
-)
+from runs import assert_same, even_plan, pipelined, plain, residuals_of, treated_plan
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import COPYING, OFFLOAD

@@ -26,12 +26,7 @@ LR = torch.optim.lr_scheduler
 
 
 def compare(
-    job: Job,
-    batches: list[nets.Batch],
-    *,
-    stages: int = 3,
-    microbatches: int = 2,
-    **options: object,
+    job: Job, batches: list[nets.Batch], *, stages: int = 3, microbatches: int = 2, **options: object
 ) -> Numbers:
     """Pipeline and plain PyTorch with the same options; returns the pipeline's numbers."""
     plan = even_plan(job, stages, microbatches=microbatches, split=True)
