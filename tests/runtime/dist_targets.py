@@ -84,12 +84,9 @@ def _sub_group(rank: int) -> None:
         return
     with channel_on(group) as channel:
         assert channel.rank == rank // 2
-        here, there = channel.rank, 1 - channel.rank
-        theirs = torch.zeros(7)
-        plain = [
-            dist.irecv(theirs, group=group, group_src=there),
-            dist.isend(torch.ones(7), group=group, group_dst=there),
-        ]
+        here, there, theirs = channel.rank, 1 - channel.rank, torch.zeros(7)
+        plain = [dist.irecv(theirs, group=group, group_src=there)]
+        plain.append(dist.isend(torch.ones(7), group=group, group_dst=there))
         channel.begin([number(there, here)])
         channel.send(number(here, there), [torch.full((3,), float(here))])
         assert channel.receive(number(there, here))[0].tolist() == [float(there)] * 3
@@ -141,11 +138,9 @@ def fail_while_others_wait() -> None:
 
 def killed_while_saving() -> None:
     """The last rank is killed when it has written its part: the others wait for it inside of a collective."""
-    ranks = int(os.environ["WORLD_SIZE"])
-    job = two_linears()
-    how = {"planner": "exact", "schedule": "1f1b", "cluster": cpu_cluster(ranks)}
-    made = plan(job, ranks=ranks, microbatches=2, microbatch_size=1, **how)
-    with Pipeline(job, made) as pipeline:
+    ranks, job = int(os.environ["WORLD_SIZE"]), two_linears()
+    how = {"planner": "exact", "schedule": "1f1b", "microbatches": 2, "microbatch_size": 1}
+    with Pipeline(job, plan(job, ranks=ranks, cluster=cpu_cluster(ranks), **how)) as pipeline:
         pipeline.step(job.batch(0, 2))
         if pipeline.rank == ranks - 1:
             files.checksums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

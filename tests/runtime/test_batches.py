@@ -1,9 +1,11 @@
 """Batches as users make them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import nets
 import pytest
@@ -55,10 +57,7 @@ def test_equal_batches_are_equal_on_any_number_of_ranks() -> None:
     threads(7, agree)
 
 
-Refused = Callable[[int, Pipeline], None]
-
-
-def after_refusals(job: Any, *refused: Refused) -> list[list[str]]:
+def after_refusals(job: Any, *refused: Callable[[int, Pipeline], object]) -> list[list[str]]:
     """What two ranks say to each refused call; then they train and evaluate as if it had not been."""
     plan = even_plan(job, 2, microbatches=4)
     batch = job.batch(0, 8)
@@ -82,37 +81,21 @@ def after_refusals(job: Any, *refused: Refused) -> list[list[str]]:
 def test_what_one_rank_refuses_none_begins() -> None:
     """A rank that began the step would wait for the one that refused."""
     job = replace(nets.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
-
-    def too_few(_: int, pipeline: Pipeline) -> None:
-        pipeline.step(job.batch(0, 3))
-
-    def too_few_to_evaluate(_: int, pipeline: Pipeline) -> None:
-        pipeline.evaluate(job.batch(0, 3))
-
-    def different(rank: int, pipeline: Pipeline) -> None:
-        pipeline.step(job.batch(0, 8 + 4 * rank))
-
-    def drawn_otherwise(rank: int, pipeline: Pipeline) -> None:
-        pipeline.step(job.batch(rank, 8))
-
-    def counts_nowhere(rank: int, pipeline: Pipeline) -> None:
-        batch = job.batch(0, 8)
-        pipeline.step(batch if rank else {name: torch.zeros_like(t) for name, t in batch.items()})
+    batch, other_graph = job.batch(0, 8), CaptureError("it has another graph")
+    counts_nowhere = {name: torch.zeros_like(tensor) for name, tensor in batch.items()}
 
     def cannot_capture(rank: int, pipeline: Pipeline) -> None:
-        traced = pipeline.training._trace
-        if rank == 1:
-            pipeline.training._trace = refuse  # type: ignore[method-assign]
-        try:
+        with patch.object(pipeline.training, "_trace", side_effect=other_graph) if rank else nullcontext():
             pipeline.step(job.batch(0, 12))
-        finally:
-            pipeline.training._trace = traced  # type: ignore[method-assign]
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CaptureError("it has another graph")
 
     first, second = after_refusals(
-        job, too_few, too_few_to_evaluate, different, drawn_otherwise, counts_nowhere, cannot_capture
+        job,
+        lambda rank, pipeline: pipeline.step(job.batch(0, 3)),
+        lambda rank, pipeline: pipeline.evaluate(job.batch(0, 3)),
+        lambda rank, pipeline: pipeline.step(job.batch(0, 8 + 4 * rank)),
+        lambda rank, pipeline: pipeline.step(job.batch(rank, 8)),
+        lambda rank, pipeline: pipeline.step(batch if rank else counts_nowhere),
+        cannot_capture,
     )
     assert all("3 rows" in text for text in (*first[:2], *second[:2]))
     for at in (2, 3):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import nets
 import pytest
@@ -55,10 +56,9 @@ def test_a_rank_that_falls_silent_has_failed_unless_it_has_finished(boards, fini
     boards[1].stop()
     boards[0].start(RankStatus, print)
     failure = boards[2].wait_for_failure(1.5 if finished else 15)
-    if finished:
-        assert failure is None
-    else:
-        assert failure is not None and failure.rank == 1 and "no sign of life" in failure.summary
+    assert (failure is None) == finished
+    if failure is not None:
+        assert failure.rank == 1 and "no sign of life" in failure.summary
         assert [line.split()[0] for line in failure.table.splitlines()] == ["rank", "0", "1", "2"]
 
 
@@ -87,8 +87,7 @@ def test_who_was_frozen_itself_blames_nobody() -> None:
     board.stop()
 
 
-def closed() -> None:
-    raise ConnectionError("closed by peer")
+closed = Mock(side_effect=ConnectionError("closed by peer"))
 
 
 def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None:
@@ -104,7 +103,7 @@ def test_the_others_hear_of_a_file_whose_name_is_not_utf_8(boards: list[Board]) 
     assert failure is not None and failure.summary.endswith(r"\udcff.txt")
 
 
-@pytest.mark.parametrize("leave", [lambda: None, sys.exit])
+@pytest.mark.parametrize("leave", [print, sys.exit])
 def test_a_rank_that_ended_early_is_named(boards: list[Board], leave: Callable[[], object]) -> None:
     with suppress(SystemExit), Watch(boards[1]):
         leave()
@@ -177,16 +176,13 @@ def test_the_rank_that_went_is_named_and_not_who_waited_for_it(tmp_path, monkeyp
     monkeypatch.setattr(checkpoint.files, "prepare", prepared)
 
     def rank(index: int, channel: Channel) -> str:
-        try:
+        with pytest.raises((SystemExit, PeerError)) as caught:
             with Pipeline(job, plan, channel=channel, captured=captured) as pipeline:
                 if index == 0:
                     pipeline.save(tmp_path)
                 assert saves.wait(60)
                 raise SystemExit("it goes")
-        except (SystemExit, PeerError) as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return str(caught.value).partition("\n")[0]
 
-    survivor, lost = threads(2, rank, timeout_s=60)
-    assert survivor == "PeerError: rank 1 failed: SystemExit: it goes"
-    assert lost == "SystemExit: it goes"
+    assert threads(2, rank, timeout_s=60) == ["rank 1 failed: SystemExit: it goes", "it goes"]
     assert not list(tmp_path.glob("step-????????"))

@@ -4,7 +4,7 @@ wait for a transfer ends before the transfer does."""
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,15 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, quick_rehearsals: None) -> None:
         order.setdefault(id(self), []).append(copy)
         return copy
 
-    def end(copy: FileCopy) -> None:
+    def end(then: Callable[..., Any], copy: FileCopy, check: Callable[[], None]) -> Any:
         mine = order[id(copy.tier)]
         ended.update(id(each) for each in mine[: mine.index(copy) + 1])
-
-    def wait(copy: FileCopy, check: Callable[[], None]) -> None:
-        end(copy)
-        leave(copy, check)
-
-    def come(copy: FileCopy, check: Callable[[], None]) -> Any:
-        end(copy)
-        return take(copy, check)
+        return then(copy, check)
 
     monkeypatch.setattr(FileTier, "offload", begin)
     monkeypatch.setattr(FileCopy, "gone", lambda copy: id(copy) in ended and gone(copy))
-    monkeypatch.setattr(FileCopy, "leave", wait)
-    monkeypatch.setattr(FileCopy, "take", come)
+    monkeypatch.setattr(FileCopy, "leave", lambda *how: end(leave, *how))
+    monkeypatch.setattr(FileCopy, "take", lambda *how: end(take, *how))
 
 
 def offloading(stages: int) -> tuple[Plan, int]:
@@ -110,10 +103,6 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
     plan, size = offloading(2)
 
-    def expected(pipeline: Pipeline) -> list[int]:
-        predicted = slowest(pipeline)
-        return [predicted.peak_bytes(rank) for rank in range(2)]
-
     def rank(pipeline: Pipeline) -> tuple[int, int, int]:
         pipeline.step(TANH.batch(0, ROWS * COUNT))
         predicted, rehearsal = pipeline.predict(), pipeline.forecast().rehearsal()
@@ -122,8 +111,8 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
         return predicted.peak_bytes(pipeline.rank), rehearsal.ledger.peak, pipeline.ledger.peak
 
     with sends_are_through_at_once():
-        peaks = runs.each_rank(TANH, plan, expected, offload_dir=tmp_path)[0]
-        caps = tuple(peak + size // 8 for peak in peaks)
+        expected = runs.each_rank(TANH, plan, slowest, offload_dir=tmp_path)[0]
+        caps = tuple(expected.peak_bytes(rank) + size // 8 for rank in range(2))
         capped = replace(plan, caps=caps)
         for cap, peaks in zip(caps, runs.each_rank(TANH, capped, rank, offload_dir=tmp_path), strict=True):
             assert max(peaks) <= cap, (peaks, cap)
@@ -139,19 +128,19 @@ def test_what_nothing_makes_room_for_is_refused_before_it_runs(tmp_path: Path, s
         assert pipeline.ledger.total <= cap
 
 
+@dataclass
 class OnStream:
     """A send that only a stream waits for. looked: set once somebody has looked often whether it ended."""
 
-    def __init__(self, transfer: PendingTransfer, looked: threading.Event) -> None:
-        self._transfer = transfer
-        self._looked = looked
-        self._looks = 0
+    transfer: PendingTransfer
+    looked: threading.Event
+    looks: int = 0
 
     def done(self) -> bool:
-        self._looks += 1
-        if self._looks == 1000:
-            self._looked.set()
-        return self._transfer.done()
+        self.looks += 1
+        if self.looks == 1000:
+            self.looked.set()
+        return self.transfer.done()
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once."""

@@ -4,6 +4,7 @@ makes the groups."""
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,10 +19,6 @@ from pipeloom.runtime.transport import SumGroup
 from pipeloom.runtime.watch import Watch
 
 LIMIT_S = 20.0
-
-
-class NotStarted(Exception):
-    """Instead of torch.distributed."""
 
 
 class Group(dist.ProcessGroup):
@@ -46,41 +43,33 @@ class Group(dist.ProcessGroup):
 
 def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog counts from when an operation is posted, and says less."""
-    limits: list[timedelta] = []
-
-    class Made:
-        Options = SimpleNamespace
-
-        def __init__(self, store: dist.Store, rank: int, ranks: int, options: SimpleNamespace) -> None:
-            limits.append(options._timeout)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
+    made = Mock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    made.Options = SimpleNamespace
     device_group(dist.HashStore(), LIMIT_S, torch.device("cuda"), "tied", 0, 2)
-    assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
+    assert made.call_args.args[-1]._timeout >= 3 * timedelta(seconds=LIMIT_S)
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: str, address: str, port: str) -> None:
-    for name, text in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, text in meeting.items():
         monkeypatch.setenv(name, text)
 
 
-def test_a_rank_that_meets_nobody_says_where_and_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, "0", "127.0.0.1", "0")
+def test_a_rank_that_meets_nobody_says_where_and_how_long_it_waited(two_ranks: None) -> None:
     with pytest.raises(CommunicationError, match=r"rank 0 .* all 2 ranks at 127.0.0.1:0 in"):
         connect(torch.device("cpu"), timeout_s=1.0)
 
 
-def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
-        raise NotStarted(backend, timeout)
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, two_ranks: None) -> None:
+    started = Mock(side_effect=NotImplementedError)
+    monkeypatch.setattr(dist, "init_process_group", started)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    as_rank(monkeypatch, "1", "here", "1")
-    with pytest.raises(NotStarted) as caught:
+    with pytest.raises(NotImplementedError):
         connect(torch.device("cuda", 1), timeout_s=LIMIT_S)
-    backend, limit = caught.value.args
-    assert backend == "nccl" and limit >= 3 * timedelta(seconds=LIMIT_S)
+    assert started.call_args.args == ("nccl",)
+    assert started.call_args.kwargs["timeout"] >= 3 * timedelta(seconds=LIMIT_S)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -108,10 +97,8 @@ def test_a_failure_aborts_all_groups_and_an_end_shuts_down_those_that_were_made(
     made.close()
     made.close()
     theirs = ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)"]
-    expected = (
-        [f"abort {name}" for name in (*theirs, "world")] if fails else [f"shutdown {n}" for n in theirs]
-    )
-    assert sorted(ended) == expected
+    how, names = ("abort", [*theirs, "world"]) if fails else ("shutdown", theirs)
+    assert sorted(ended) == [f"{how} {name}" for name in names]
 
 
 def open_sockets() -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import nets
 import pytest
@@ -82,27 +83,15 @@ def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(tmp_path, monk
     assert len(left) == 1 and left[0] is not None and left[0].summary.startswith("ValueError")
 
 
-class LateError:
-    """A file whose last write fails when it is closed, as network disks say it."""
-
-    def __init__(self, tier: FileTier) -> None:
-        self._file, tier._file = tier._file, self  # type: ignore[assignment]
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 @pytest.mark.parametrize("mistake", [False, True])
 def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error(tmp_path, mistake) -> None:
+    """As where its last write fails, which network disks say then."""
     error = pytest.raises(ValueError, match="the user's own mistake") if mistake else nullcontext()
+    late = OSError(errno.EIO, os.strerror(errno.EIO))
     with pytest.warns(UserWarning, match="rank 0: .* did not close .*: Input.output error; nothing"):
         with error, Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path)) as pipeline:
             assert isinstance(pipeline.tier, FileTier)
-            LateError(pipeline.tier)
+            pipeline.tier._file = Mock(wraps=pipeline.tier._file, **{"close.side_effect": late})
             pipeline.step(JOB.batch(0, 4))
             if mistake:
                 raise ValueError("the user's own mistake")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,27 +26,20 @@ def plan_of(ranks: int) -> Any:
 
 
 def fails_in_1f2(pipeline: Pipeline) -> None:
-    functions, calls = pipeline.training.planned.functions[1], []
-    other = replace(functions)  # a copy: these are shared with other tests
-
-    def forward(*args: Any) -> Any:
-        calls.append(args)
-        return no_memory() if len(calls) == 3 else functions.forward(*args)
-
-    object.__setattr__(other, "forward", forward)
-    pipeline.training.planned.functions[1] = other  # type: ignore[index]
+    real = pipeline.training.planned.functions
+    real[1] = other = replace(real[1])  # a copy: these are shared with other tests
+    calls = [other.forward, other.forward, no_memory]
+    object.__setattr__(other, "forward", lambda *args: calls.pop(0)(*args))
 
 
 def fails_in_step(pipeline: Pipeline) -> None:
-    assert pipeline.weights.optimizer is not None
-    pipeline.weights.optimizer.step = no_memory  # type: ignore[method-assign]
+    pipeline.weights.optimizer.step = no_memory
 
 
 @pytest.mark.parametrize(("spoil", "action"), [(fails_in_1f2, "1F2"), (fails_in_step, "1STEP")])
 def test_an_action_ends_all_ranks(monkeypatch, spoil, action) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 3 << 30)
-    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 5 << 30)
+    for name, told in {"is_available": True, "memory_allocated": 3 << 30, "memory_reserved": 5 << 30}.items():
+        monkeypatch.setattr(torch.accelerator, name, Mock(return_value=told))
 
     def work(pipeline: Pipeline) -> tuple[BaseException, int]:
         if pipeline.rank == 1:
@@ -56,12 +50,11 @@ def test_an_action_ends_all_ranks(monkeypatch, spoil, action) -> None:
 
     (theirs, _), (own, parameters) = each_rank(TANH, plan_of(2), work, compare=False)
     assert isinstance(own, MemoryCapError) and own.hint is not None
-    text = own.message
     counted = f"parameters  {format_bytes(parameters)}"
     for part in ("rank 1 ", action, "2.50 GiB", "3.0 GiB", "5.0 GiB", counted):
-        assert part in text, text
+        assert part in own.message
     assert isinstance(theirs, PeerError)
-    assert f"rank 1 failed: MemoryCapError: {text.splitlines()[0]}" in str(theirs)
+    assert f"rank 1 failed: MemoryCapError: {own.message.splitlines()[0]}" in str(theirs)
 
 
 def test_parameters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

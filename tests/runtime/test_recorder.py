@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,27 +19,12 @@ from pipeloom import Options, Pipeline
 from pipeloom.runtime.recorder import DeviceClock, Recorder
 
 
-@dataclass
-class Ticking:
-    """A clock that shows what it is set to."""
-
-    now: float = 0.0
-
-    def mark(self) -> object:
-        return self.now
-
-    def seconds(self, start: object, end: object) -> float:
-        assert isinstance(start, float) and isinstance(end, float)
-        return end - start
-
-
 class FarEvent:
     """Stands in for torch.Event: CUDA gives the time between two events in float32, as milliseconds."""
 
     now_s = 0.0
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at_s = -1.0
+    def __init__(self, enable_timing: bool = False) -> None: ...
 
     def record(self) -> None:
         self.at_s = FarEvent.now_s
@@ -75,7 +59,7 @@ def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_bytes_go_when_their_copy_ends() -> None:
-    clock = Ticking()
+    clock = SimpleNamespace(now=0.0, mark=lambda: clock.now, seconds=lambda start, end: end - start)
     recorder = Recorder(0, clock)
     recorder.level(100)
     clock.now = 2.0
@@ -88,14 +72,8 @@ def test_bytes_go_when_their_copy_ends() -> None:
     recorder.freed(20, 5.0)
     recorder.level(70)
     curve = recorder.curves()[0]
-    assert list(zip(curve.times_s, curve.sizes, strict=True)) == [
-        (0.0, 100),
-        (2.0, 150),
-        (4.0, 110),
-        (5.0, 90),
-        (6.0, 70),
-        (7.0, 70),
-    ]
+    assert curve.times_s == pytest.approx([0.0, 2.0, 4.0, 5.0, 6.0, 7.0], abs=0)
+    assert list(curve.sizes) == [100, 150, 110, 90, 70, 70]
 
 
 def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
@@ -113,15 +91,11 @@ def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
             assert levels[place - 1][1] - levels[place][1] == size
 
 
-# How many calls of pipeloom's functions a step takes: on a GPU, time in which nothing new is launched.
-
-
-MOST_CALLS = 350
-
 PACKAGE = str(Path(pipeloom.__file__).parent)
 
 
-def test_a_step_of_one_stage() -> None:
+def test_a_step_of_one_stage_takes_few_calls() -> None:
+    """Of pipeloom's functions: on a GPU, time in which nothing new is launched."""
     job = pipeloom.Job(
         model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
         batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
@@ -143,7 +117,7 @@ def test_a_step_of_one_stage() -> None:
             pipeline.step(batch)
         finally:
             sys.setprofile(None)
-    assert 0 < calls.total() <= MOST_CALLS, calls.most_common(30)
+    assert 0 < calls.total() <= 350, calls.most_common(30)
 
 
 def test_a_profiler_sees_actions_by_name() -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
 from pipeloom.ir.errors import CheckpointError, MemoryCapError, OffloadError, PipeloomError
 from pipeloom.ir.operation import Operation, declare
+from pipeloom.runtime import checkpoint
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
@@ -49,10 +51,8 @@ def interrupted(pipeline: Pipeline | Rehearsal, kind: Any, at: int) -> Iterator[
 
 @contextmanager
 def disk_fails(call: str) -> Iterator[None]:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with patch.object(os, call, fail), pytest.raises(OffloadError, match="Input/output error"):
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with patch.object(os, call, side_effect=error), pytest.raises(OffloadError, match="Input/output error"):
         yield
 
 
@@ -93,21 +93,8 @@ def trained(broken: Callable[[Pipeline], None] | None) -> tuple[Any, ...]:
         return losses, dict(pipeline.weights.newest_state), pipeline.weights.last_gradients
 
 
-def assert_leaves_nothing(broken: Callable[[Pipeline], None]) -> None:
-    found, expected = trained(broken), trained(None)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("kind", "at"), [pytest.param(F, 2, marks=pytest.mark.slow), (B, 1), (STEP, 0)])
-def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int) -> None:
-    def broken(pipeline: Pipeline) -> None:
-        with interrupted(pipeline, kind, at):
-            pipeline.step(pipeline.job.batch(1, 6))
-
-    assert_leaves_nothing(broken)
-
-
-def test_an_error_that_the_user_catches_and_a_rehearsal_leave_nothing_either() -> None:
+def errs(pipeline: Pipeline) -> None:
+    """In a step, which the user catches, and in a rehearsal."""
     time_actions = Rehearsal.time_actions
 
     def broken_off(rehearsal: Rehearsal, microbatches: int | None) -> None:
@@ -115,15 +102,31 @@ def test_an_error_that_the_user_catches_and_a_rehearsal_leave_nothing_either() -
             time_actions(rehearsal)
         stop()
 
-    def broken(pipeline: Pipeline) -> None:
-        pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
-        with pytest.raises(MemoryCapError):
-            pipeline.step(pipeline.job.batch(1, 6))
-        pipeline.ledger.cap_bytes = None
-        with patch.object(Rehearsal, "time_actions", broken_off), pytest.raises(KeyboardInterrupt):
-            pipeline.predict()
+    pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
+    with pytest.raises(MemoryCapError):
+        pipeline.step(pipeline.job.batch(1, 6))
+    pipeline.ledger.cap_bytes = None
+    with patch.object(Rehearsal, "time_actions", broken_off), pytest.raises(KeyboardInterrupt):
+        pipeline.predict()
 
-    assert_leaves_nothing(broken)
+
+def stops(kind: Any, at: int, pipeline: Pipeline) -> None:
+    with interrupted(pipeline, kind, at):
+        pipeline.step(pipeline.job.batch(1, 6))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(partial(stops, F, 2), marks=pytest.mark.slow),
+        partial(stops, B, 1),
+        partial(stops, STEP, 0),
+        errs,
+    ],
+    ids=["forward", "backward", "update", "errors"],
+)
+def test_nothing_of_it_is_in_the_next_gradients(broken: Callable[[Pipeline], None]) -> None:
+    torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
 
 
 def test_what_operations_have_begun_ends_before_the_next_step() -> None:
@@ -152,37 +155,37 @@ def test_a_torn_update_needs_a_checkpoint(tmp_path: Path) -> None:
         pipeline.step(JOB.batch(0, 4))
         pipeline.save(tmp_path)
         expected = {n: p.detach().clone() for n, p in pipeline.weights.params.items()}
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(pipeline.weights, "step", tear)
+        with patch.object(pipeline.weights, "step", tear), pytest.raises(KeyboardInterrupt):
             pipeline.step(JOB.batch(1, 4))
-        for call in (lambda: pipeline.step(JOB.batch(1, 4)), lambda: pipeline.save(tmp_path)):
+        for call in (partial(pipeline.save, tmp_path), *[partial(pipeline.step, JOB.batch(1, 4))] * 2):
             with pytest.raises(PipeloomError, match="update") as caught:
                 call()
             assert "checkpoint" in str(caught.value.hint)
-        with pytest.raises(CheckpointError):
-            pipeline.load(tmp_path / "nowhere")
-        with pytest.raises(PipeloomError, match="update"):
-            pipeline.step(JOB.batch(1, 4))
+            with pytest.raises(CheckpointError):
+                pipeline.load(tmp_path / "nowhere")
         pipeline.load(tmp_path)
         for name, param in pipeline.weights.params.items():
             assert torch.equal(param, expected[name])
         pipeline.step(JOB.batch(1, 4))
 
 
-def test_weights_that_were_loaded_in_part_need_a_checkpoint(tmp_path, monkeypatch) -> None:
+def test_weights_that_were_loaded_in_part_need_a_checkpoint(tmp_path: Path) -> None:
     with Pipeline(JOB, runs.even_plan(JOB, 1, microbatches=2)) as pipeline:
         pipeline.save(tmp_path)
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("pipeloom.runtime.checkpoint._restore_optimizers", stop)
+        whole = pipeline.state_dict()
+        for stopped, load, word in (
+            ((checkpoint, "_restore_optimizers"), lambda: pipeline.load(tmp_path), "loading a checkpoint"),
+            (
+                (pipeline.weights, "cast_parameters"),
+                lambda: pipeline.load_state_dict(whole),
+                "loading weights",
+            ),
+        ):
+            with patch.object(*stopped, stop), pytest.raises(KeyboardInterrupt):
+                load()
+            with pytest.raises(PipeloomError, match=word):
+                pipeline.step(JOB.batch(1, 4))
             pipeline.load(tmp_path)
-        with pytest.raises(PipeloomError, match="loading a checkpoint"):
-            pipeline.step(JOB.batch(1, 4))
-        pipeline.load(tmp_path)
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(pipeline.weights, "cast_parameters", stop)
-            pipeline.load_state_dict(pipeline.state_dict())
-        with pytest.raises(PipeloomError, match="loading weights"):
-            pipeline.step(JOB.batch(1, 4))
 
 
 def stop(*_: Any) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeloom
-from pipeloom import Cluster, Device, Job, Link, Options, Pipeline, Plan
+from pipeloom import Cluster, Device, Job, Link, Pipeline, Plan
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.weights import Weights, clip_factor
 
 RANKS, COUNT, WIDTH = 2, 8, 32
@@ -26,33 +25,20 @@ def model() -> nn.Module:
 
 
 batch = normal(input=(WIDTH,))
-
-
-def loss(outputs: Any, batch: Any) -> Tensor:
-    return outputs.square().mean()
-
-
-JOB = Job(model=model, batch=batch, loss=loss)
-
-
-def peaks(caps: tuple[int, ...]) -> list[int]:
-    """The most bytes of each rank over two updates. Raises: MemoryCapError."""
-    plan = runs.even_plan(JOB, RANKS, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
-
-    def rank(index: int, channel: Channel) -> int:
-        capped = replace(plan, caps=caps)
-        with Pipeline(JOB, capped, options=Options(compare=False), channel=channel) as pipeline:
-            for step in range(2):
-                pipeline.step(JOB.batch(step, COUNT))
-            return pipeline.ledger.peak
-
-    return runs.threads(RANKS, rank)
+JOB = Job(model=model, batch=batch, loss=lambda outputs, batch: outputs.square().mean())
 
 
 def test_messages_that_are_through_make_room_for_an_update() -> None:
-    without = peaks(())
-    less = tuple(peak - WIDTH for peak in without)
-    assert all(peak <= cap for peak, cap in zip(peaks(less), less, strict=True))
+    plan = runs.even_plan(JOB, RANKS, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
+
+    def peak(pipeline: Pipeline) -> int:
+        for step in range(2):
+            pipeline.step(JOB.batch(step, COUNT))
+        return pipeline.ledger.peak
+
+    less = tuple(most - WIDTH for most in runs.each_rank(JOB, plan, peak, compare=False))
+    found = runs.each_rank(JOB, replace(plan, caps=less), peak, compare=False)
+    assert all(most <= cap for most, cap in zip(found, less, strict=True))
 
 
 def low_model() -> nn.Module:
@@ -77,7 +63,7 @@ def low_plan(job: Job, **more: Any) -> Plan:
 
 def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
     """Steps far smaller than what bfloat16 can add to a weight, through a checkpoint, on two ranks."""
-    job = Job(model=low_model, batch=low_batch, loss=loss, optimizer=small_steps)
+    job = replace(JOB, model=low_model, batch=low_batch, optimizer=small_steps)
     plan = low_plan(job, master_weights=True)
     with pytest.raises(InfeasibleError):
         low_plan(job, memory=max(low_plan(job).peaks), master_weights=True)
@@ -95,23 +81,21 @@ def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
             for p, master in zip(plain.parameters(), masters, strict=True):
                 p.copy_(master)
 
-    def rank(index: int, channel: Channel, steps: range) -> dict[str, Tensor]:
-        with Pipeline(job, plan, options=Options(master_weights=True), channel=channel) as pipeline:
-            if steps.start:
-                pipeline.load(tmp_path)
-            for step in steps:
-                pipeline.step(low_batch(step, COUNT))
-            pipeline.save(tmp_path)
-            sizes = pipeline.weights.sizes
-            assert sizes["gradients"] * 3 == sizes["parameters"] * 2
-            assert pipeline.expected.peaks[pipeline.rank]["parameters"] == sizes["parameters"]
-            planned = plan.stages[pipeline.rank].memory
-            for kind in ("parameters", "gradients", "optimizer"):
-                assert getattr(planned, kind) == sizes[kind]
-            return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
+    def rank(pipeline: Pipeline, steps: range) -> dict[str, Tensor]:
+        if steps.start:
+            pipeline.load(tmp_path)
+        for step in steps:
+            pipeline.step(low_batch(step, COUNT))
+        pipeline.save(tmp_path)
+        sizes = pipeline.weights.sizes
+        assert sizes["gradients"] * 3 == sizes["parameters"] * 2
+        assert pipeline.expected.peaks[pipeline.rank]["parameters"] == sizes["parameters"]
+        planned = plan.stages[pipeline.rank].memory
+        assert all(getattr(planned, n) == sizes[n] for n in ("parameters", "gradients", "optimizer"))
+        return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
 
-    runs.threads(RANKS, partial(rank, steps=range(2)))
-    first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
+    for steps in (range(2), range(2, 3)):
+        first, second = runs.each_rank(job, plan, partial(rank, steps=steps), master_weights=True)
     assert all(map(torch.equal, [*first.values(), *second.values()], masters))
 
 

@@ -14,7 +14,6 @@ from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.tracer.stage.functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
@@ -23,18 +22,17 @@ from pipeloom.tracer.stage.trace import stage_residuals
 def all_away(job: Job, stages: int, *, autocast: torch.dtype | None = None, **how: object) -> Plan:
     """Every second residual offloaded, every other one recomputed where it can be."""
     captured = capture_of(job, 2, autocast=autocast)
-    stage_of = even(captured.graph, stages)
-    graph = cut(captured.graph, stage_of)
-    policy = MemoryPolicy(
-        stages=tuple(
-            {
-                name: "offload" if place % 2 or residual.obstacle else "recompute"
-                for place, (name, residual) in enumerate(stage_residuals(captured, graph, s).items())
-            }
-            for s in range(stages)
-        )
+    plan = plan_for(captured, even(captured.graph, stages), microbatches=4, **how)
+    policy = tuple(
+        {
+            name: "offload" if place % 2 or residual.obstacle else "recompute"
+            for place, (name, residual) in enumerate(
+                stage_residuals(captured, plan.stage_graph(captured.graph), s).items()
+            )
+        }
+        for s in range(stages)
     )
-    return replace(plan_for(captured, stage_of, microbatches=4, **how), memory=policy)  # type: ignore[arg-type]
+    return replace(plan, memory=MemoryPolicy(stages=policy))
 
 
 @pytest.mark.slow
@@ -78,12 +76,8 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
     def work(pipeline: Pipeline) -> None:
         for seed in range(2):
             pipeline.step(job.batch(seed, 8))
-        rank, measured, expected, ledger = (
-            pipeline.rank,
-            pipeline.measured(),
-            pipeline.expected,
-            pipeline.ledger,
-        )
+        rank, ledger = pipeline.rank, pipeline.ledger
+        measured, expected = pipeline.measured(), pipeline.expected
         assert expected.peak_bytes(rank, "host") == measured.peak_bytes(rank, "host") == ledger.host_peak
         assert measured.peak_bytes(rank) == ledger.peak
         # The convnet's outputs are large beside its peak, and one is simulated to be on its way still.

@@ -21,13 +21,11 @@ KINDS = ("linear", "gelu", "tanh", "layer_norm", "add", "matmul", "view", "halve
 FREEING = [name for name in PLANNERS_OF_ONE if PLANNERS[name].optimises != "never"]
 
 
-def cluster_of(stages: int, cap: int | None) -> Cluster:
+def cluster_of(stages: int, cap: int) -> Cluster:
     """Processors with a disk to offload to."""
-    ranks = cpu_cluster(stages, memory=cap)
-    disk = Link(bandwidth_bytes_per_s=1e9)
-    return replace(
-        ranks, devices=tuple(replace(d, host_link=disk, host_memory_bytes=1 << 30) for d in ranks.devices)
-    )
+    ranks, disk = cpu_cluster(stages, memory=cap), Link(bandwidth_bytes_per_s=1e9)
+    (device,) = set(ranks.devices)
+    return replace(ranks, devices=(replace(device, host_link=disk, host_memory_bytes=1 << 30),) * stages)
 
 
 def run(job: Job, made: Plan, folder: Path) -> list[int]:
