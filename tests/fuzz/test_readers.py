@@ -14,7 +14,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import damage
 import pytest
@@ -40,7 +42,6 @@ from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.run_directory import Metrics, find_run, has_report
 
 CALM = [HealthCheck.function_scoped_fixture]
-
 SOME = examples(100, 2_500, suppress_health_check=CALM)
 HANGS_S = 30
 """No measure of anything: a trial takes milliseconds."""
@@ -96,59 +97,35 @@ def read_run(folder: Path) -> None:
     ours(lambda: Metrics(folder / "metrics.jsonl", after_step=2).__exit__(None, None, None))
 
 
-def text_of(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text) and None
+def one_file(name: str, write: Callable[[Path], Any], read: Callable[[Path], Any]) -> Kind:
+    return Kind((name,), lambda f: write(f / name), lambda f: ours(lambda: read(f / name)))
 
 
-def read_rows(name: str) -> Callable[[Path], None]:
-    def read(folder: Path) -> None:
-        found = ours(lambda: read_schedule(folder / name))
-        if found is not None and found.stages < 100:
-            ours(lambda: check(found, chain(found.stages)))
-
-    return read
+def text_of(text: str) -> Callable[[Path], Any]:
+    return lambda file: file.write_text(text)
 
 
+def read_rows(file: Path) -> None:
+    found = read_schedule(file)
+    if found.stages < 100:
+        check(found, chain(found.stages))
+
+
+FILES_OF_A_RUN = ("config.toml", "metrics.jsonl", "summary.json", "checkpoint/latest")
+FILES_OF_A_RUN += ("checkpoint/step-00000002/index.json",)
 PROFILE = Profile(device="cpu", source="measured", graph=GRAPH.fingerprint, batch=("x[2]float32",), costs={})
 
 KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
-    "profile": Kind(
-        ("p.json",),
-        lambda f: save_noun(PROFILE, f / "p.json"),
-        lambda f: ours(lambda: load_noun(f / "p.json", Profile)),
-    ),
-    "graph": Kind(
-        ("g.json",),
-        lambda f: save_noun(GRAPH, f / "g.json"),
-        lambda f: ours(lambda: load_noun(f / "g.json", OpGraph).fingerprint),
-    ),
-    "cluster": Kind(
-        ("c.toml",),
-        lambda f: save_cluster(cpu_cluster(2), f / "c.toml"),
-        lambda f: ours(lambda: load_cluster(f / "c.toml")),
-    ),
-    "config": Kind(
-        ("config.toml",),
-        text_of("config.toml", write_config(Config())),
-        lambda f: ours(lambda: read_config(f / "config.toml")),
-    ),
-    "rows": Kind(("s.txt",), text_of("s.txt", "\n".join(PLAN.schedule_rows)), read_rows("s.txt")),
-    "csv": Kind(
-        ("s.csv",),
-        text_of("s.csv", "0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"),
-        read_rows("s.csv"),
-    ),
-    "run": Kind(
-        (
-            *("config.toml", "metrics.jsonl", "summary.json", "checkpoint/latest"),
-            "checkpoint/step-00000002/index.json",
-        ),
-        write_run,
-        read_run,
-    ),
+    "profile": one_file("p.json", partial(save_noun, PROFILE), lambda file: load_noun(file, Profile)),
+    "graph": one_file("g.json", partial(save_noun, GRAPH), lambda f: load_noun(f, OpGraph).fingerprint),
+    "cluster": one_file("c.toml", partial(save_cluster, cpu_cluster(2)), load_cluster),
+    "config": one_file("config.toml", text_of(write_config(Config())), read_config),
+    "rows": one_file("s.txt", text_of("\n".join(PLAN.schedule_rows)), read_rows),
+    "csv": one_file("s.csv", text_of("0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"), read_rows),
+    "run": Kind(FILES_OF_A_RUN, write_run, read_run),
     "checkpoint": Kind(
-        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "rank-0.safetensors"))),
+        ("latest", "step-00000002/index.json", "step-00000002/rank-0.safetensors"),
         write_checkpoint,
         read_checkpoint,
     ),
@@ -167,22 +144,10 @@ def whole() -> Iterator[dict[str, Path]]:
 
 
 WORDS = st.sampled_from(["", "../x", "/dev/zero", "\0", "float32", "nan", "é", "x" * 400]) | GOOD | LINES
-
 LONG_ONES = [b"\0" * 64, b"[" * 3000, b'{"a":' * 3000, b"9" * 5000]
-ODD_ONES = [
-    b"\n",
-    b"\n\n",
-    b"\r",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",
-    b'"\xff"',
-    b"\xef\xbb\xbf",
-    b"../..",
-    b"-",
-    b"1e999",
-]
-VALUES = [b"NaN", b"null", b"true", b'""', b"[]", b"{}"]
-INSERTED = st.sampled_from([*LONG_ONES, *ODD_ONES, *VALUES]) | st.binary(max_size=8)
+BREAKS = [b"\n", b"\n\n", b"\r", b"\xff\xfe", b"\xed\xa0\x80", b'"\xff"', b"\xef\xbb\xbf"]
+VALUES = [b"NaN", b"null", b"true", b'""', b"[]", b"{}", b"../..", b"-", b"1e999"]
+INSERTED = st.sampled_from([*LONG_ONES, *BREAKS, *VALUES]) | st.binary(max_size=8)
 
 
 @st.composite

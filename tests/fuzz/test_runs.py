@@ -32,15 +32,10 @@ from pipeloom.lowering.passes import lower
 from pipeloom.runtime.operations import OperationContext
 
 CALM = {"suppress_health_check": [HealthCheck.data_too_large]}
-
 SOME = examples(3, 80, **CALM)
-
 TOLERANCE = 1e-11
-
 COUNT = 4
-
 SWAP = next(operation for operation in ADDED if operation.meets is not None)
-
 WALKS = st.lists(st.sampled_from([*OFTEN, *OFTEN, "rename", "split", "rotate"]), min_size=1, max_size=25)
 
 

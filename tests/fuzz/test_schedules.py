@@ -24,7 +24,6 @@ from pipeloom.lowering.passes import lower
 from pipeloom.simulator.simulate import simulate
 
 CALM = [HealthCheck.data_too_large, HealthCheck.filter_too_much]
-
 SOME = examples(40, 1_500, suppress_health_check=CALM)
 
 

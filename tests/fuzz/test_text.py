@@ -19,7 +19,6 @@ from pipeloom.ir.text import from_json, load_noun
 from pipeloom.schedules.formats import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture]
-
 SOME = examples(60, 1_500, suppress_health_check=CALM)
 
 TEXTS = st.one_of(
@@ -33,7 +32,7 @@ TEXTS = st.one_of(
 
 def actions(text: str) -> None:
     for read in (parse_action, partial(parse_action, in_program=True)):
-        found = ours(lambda read=read: read(text))  # type: ignore[misc]
+        found = ours(lambda read=read: read(text))
         assert found is None or str(found) == text
     pair = ours(lambda: parse_actions(text))
     assert pair is None or "&".join(map(str, pair)) == text

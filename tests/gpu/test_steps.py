@@ -12,7 +12,6 @@ from pipeloom import Options, Pipeline, Plan
 from pipeloom.run_options import named_device
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
-
 JOB = products.job(WIDTH)
 DEVICE = named_device("auto")
 

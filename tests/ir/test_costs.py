@@ -9,7 +9,7 @@ from pipeloom.ir.errors import ConfigError
 
 def cost(**more: object) -> StageCost:
     times = {"forward_s": 1.0, "backward_s": 2.5, "input_grad_s": 1.5, "weight_grad_s": 0.5}
-    return StageCost(**(times | more))  # type: ignore[arg-type]
+    return StageCost(**(times | more))
 
 
 def test_seconds_by_kind() -> None:

@@ -94,27 +94,22 @@ print(second.form(0) is second.interpreted)
 @pytest.mark.slow
 def test_kept_machine_code_is_loaded_from_fewer_elements_once_numba_is(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
-    for sizes, interpreted in (
-        ((COMPILED_FROM, LOADED_FROM), True),  # nothing is kept
-        ((1, COMPILED_FROM), False),
-        ((COMPILED_FROM, LOADED_FROM), False),
-        ((COMPILED_FROM, LOADED_FROM - 1), True),
-        ((COMPILED_FROM - 1, LOADED_FROM), True),  # numba is not loaded
-    ):
-        env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-        assert output("-B", "two.py", *sizes, cwd=tmp_path, env=env) == f"{interpreted}\n", sizes
-
-
-@pytest.mark.slow
-def test_where_nothing_can_be_kept_nothing_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(TWO)
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": "/proc/none"}
-    assert output("-B", "two.py", COMPILED_FROM, LOADED_FROM, cwd=tmp_path, env=nowhere) == "True\n"
+    for sizes, env, interpreted in (
+        ((COMPILED_FROM, LOADED_FROM), nowhere, True),  # nothing can be kept
+        ((COMPILED_FROM, LOADED_FROM), cache, True),  # nothing is kept
+        ((1, COMPILED_FROM), cache, False),
+        ((COMPILED_FROM, LOADED_FROM), cache, False),
+        ((COMPILED_FROM, LOADED_FROM - 1), cache, True),
+        ((COMPILED_FROM - 1, LOADED_FROM), cache, True),  # numba is not loaded
+    ):
+        assert output("-B", "two.py", *sizes, cwd=tmp_path, env=env) == f"{interpreted}\n", (sizes, env)
 
 
 def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
     @kernel
-    def first(values):  # type: ignore[no-untyped-def]
+    def first(values):
         return values[0]
 
     assert first.form(COMPILED_FROM - 1) is first.interpreted
@@ -122,36 +117,10 @@ def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
     assert first.form(1) is first.compiled
 
 
-# Compiled kernels that are kept on disk.
-
-
-KERNEL = """
-import numpy as np
-from {types} import Row
-from pipeloom.ir.kernels import kernel
-
-@kernel
-def total(row):
-    found = 0
-    for value in row.values:
-        found += value
-    return found
-
-print(total(Row(np.ones(1_000_000, np.int64))))
-"""
-
-TYPES = """
-from typing import Any, NamedTuple
-
-class Row(NamedTuple):
-    values: Any
-"""
-
-
 @pytest.mark.slow
 def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
     for types in ("before", "after"):
-        (tmp_path / f"{types}.py").write_text(TYPES)
-        (tmp_path / "work.py").write_text(KERNEL.format(types=types))
-        assert output("-c", "import work", cwd=tmp_path) == "1000000\n"
+        (tmp_path / f"{types}.py").write_text(INNER)
+        (tmp_path / "work.py").write_text(SQUARES.replace("inner", types))
+        assert output("-c", "import work", COMPILED_FROM, cwd=tmp_path).split()[0] == f"{4 * COMPILED_FROM}"
         (tmp_path / f"{types}.py").unlink()

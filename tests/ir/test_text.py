@@ -1,9 +1,11 @@
 """Sizes and JSON as text; texts that were answered with a traceback, pages of digits or all memory."""
 
 import tracemalloc
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from damage import PLAN
 from hypothesis import given, strategies as st
 
 from pipeloom.checks.schedules import check
@@ -16,15 +18,7 @@ from pipeloom.ir.text import enough_bytes, format_bytes, from_json, parse_bytes,
 from pipeloom.schedules.formats import parse_schedule
 
 NINES = "9" * 5000
-EMPTY = Plan(
-    graph="",
-    planner="",
-    stages=(),
-    placement=(0,),
-    schedule="1f1b",
-    schedule_rows=("0F0 0B0",),
-    microbatches=1,
-)
+EMPTY = replace(PLAN, stages=(), placement=(0,), schedule_rows=("0F0 0B0",), caps=())
 
 
 def parse_plan(text: str) -> Plan:
@@ -51,6 +45,11 @@ def test_long_texts_are_refused_in_a_short_message(read, text, error, word) -> N
     assert len(caught.value.message) < (600 if read is parse_plan else 200)
 
 
+def test_a_plan_without_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match="no stages"):
+        _ = EMPTY.as_schedule
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -71,11 +70,6 @@ def test_a_large_number_costs_no_memory(row: str, message: str) -> None:
     assert peak < 2**24
 
 
-def test_a_plan_without_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match="no stages"):
-        _ = EMPTY.as_schedule
-
-
 def test_a_lone_carriage_return_ends_a_row_of_a_file() -> None:
     assert str(parse_schedule("0F0,0B0\r1F0,1B0\r\n")) == "0F0 0B0\n1F0 1B0"
 
@@ -86,9 +80,6 @@ def test_an_action_alone_and_in_a_pair_prints_as_it_is_read(line: str) -> None:
     pairs = parse_pairs((line,))
     made = Schedule(name="text", microbatches=1, placement=(0,), rows=parse_rows((line,)), pairs=pairs)
     assert str(made) == line
-
-
-# Sizes as text.
 
 
 @pytest.mark.parametrize(

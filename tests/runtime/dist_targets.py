@@ -111,8 +111,8 @@ def _control_data(world: dist.ProcessGroup) -> None:
     make = partial(gloo_group, store, timedelta(seconds=1000))
     how = {"make": make, "make_control": make, "device": torch.device("meta"), "timeout_s": 1000.0}
     with watch_ranks(world) as watch:
-        transport = DeviceTransport(world, watch, pairs=[], **how)  # type: ignore[arg-type]
-        transport._group = None  # type: ignore[assignment]
+        transport = DeviceTransport(world, watch, pairs=[], **how)
+        transport._group = None
         channel = Channel(transport, watch, device=torch.device("meta"))
         told = torch.ones(2, dtype=torch.float64)
         channel.all_reduce(told)

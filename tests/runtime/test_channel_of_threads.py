@@ -99,7 +99,7 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead, ope
     monkeypatch.setattr(channel, "AHEAD", ahead)
     channels = local_channels(2)
     counted = Mock(wraps=channels[1]._transport.receive)
-    channels[1]._transport.receive = counted  # type: ignore[method-assign]
+    channels[1]._transport.receive = counted
 
     def receive(channel: Channel) -> None:
         assert counted.call_count == ahead
@@ -178,7 +178,7 @@ def test_sums_over_all_and_over_some_ranks() -> None:
         channel.all_reduce(part, [channel.rank])
         return whole, part
 
-    wholes, parts = zip(*all_well(local_channels(4), body), strict=True)  # type: ignore[call-overload]
+    wholes, parts = zip(*all_well(local_channels(4), body), strict=True)
     assert all(torch.equal(whole, wholes[0]) for whole in wholes)
     assert all(torch.equal(parts[rank], parts[0]) for rank in (2, 3))
     sums = {float(a + b + c) for a, b, c in permutations(terms[[0, 2, 3]])}

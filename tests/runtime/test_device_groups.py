@@ -92,7 +92,7 @@ def test_a_failure_aborts_all_groups_and_an_end_shuts_down_those_that_were_made(
     made.open_groups([SumGroup("tied", (0, 1))])
     made._lookout.close()
     if fails:
-        made._control.interrupt = lambda: None  # type: ignore[method-assign]  # it has tests of its own
+        made._control.interrupt = lambda: None  # it has tests of its own
         made.interrupt()
     made.close()
     made.close()

@@ -172,7 +172,7 @@ def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.
             clock.now_s += 8.0 if next(numbers) % 4 == 0 else 0.0
             send(message, tensors)
 
-        channel.send = stalling  # type: ignore[method-assign]
+        channel.send = stalling
         where = channel, 8, clock, torch.device("cpu")
         return measure_link(*where), busy_link(*where, action_s=1e-4)
 

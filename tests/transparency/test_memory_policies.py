@@ -71,7 +71,7 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
 
     def come_at_once(copy: FileCopy) -> None:
         coming(copy)
-        copy.back.result()  # type: ignore[union-attr]
+        copy.back.result()
 
     def work(pipeline: Pipeline) -> None:
         for seed in range(2):

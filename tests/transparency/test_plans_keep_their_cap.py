@@ -24,8 +24,9 @@ FREEING = [name for name in PLANNERS_OF_ONE if PLANNERS[name].optimises != "neve
 def cluster_of(stages: int, cap: int) -> Cluster:
     """Processors with a disk to offload to."""
     ranks, disk = cpu_cluster(stages, memory=cap), Link(bandwidth_bytes_per_s=1e9)
-    (device,) = set(ranks.devices)
-    return replace(ranks, devices=(replace(device, host_link=disk, host_memory_bytes=1 << 30),) * stages)
+    return replace(
+        ranks, devices=(replace(ranks.devices[0], host_link=disk, host_memory_bytes=1 << 30),) * stages
+    )
 
 
 def run(job: Job, made: Plan, folder: Path) -> list[int]:

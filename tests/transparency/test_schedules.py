@@ -20,7 +20,6 @@ from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12  # in float64: what remains is the order of additions
 BOTH_WAYS = [name for name in SYNCHRONOUS if registry.entry(name).place == "both ways"]
-
 GPT = gpt_job()
 
 

@@ -10,7 +10,6 @@ from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 pytestmark = pytest.mark.slow  # that torch loads our files is quick, in tests/schedules/test_csv.py
-
 TOLERANCE = 1e-12
 ONE_WAY = [
     name

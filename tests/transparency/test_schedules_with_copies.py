@@ -22,7 +22,6 @@ from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 ROWS = 64
-
 JOB = nets.in_double(replace(GELU, name="deep"))
 
 

@@ -20,7 +20,6 @@ from pipeloom.profiler.roofline import product_flops
 
 MICROBATCHES, ROWS = 4, 16
 JOB = products.job(64)
-
 READS_ONCE = ["event.synchronize batches.py"]
 """Waits of the host that a step has: it reads its losses at its end."""
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from . import build
 
 NAME = "standin"
-
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
