@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,24 +14,10 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "kernels.cpp", "torch_device.cpp")
-FLAGS = (
-    "-std=c++20",
-    "-g0",
-    "-w",
-    "-fPIC",
-    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-)
+ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+FLAGS = ("-std=c++20", "-g0", "-w", "-fPIC", ABI)
 QUICK = {"device.cpp": "-O1"}
 """What runs at every op; of the others, mostly torch's templates, compiling takes longer than it saves."""
-
-
-def why_not() -> str | None:
-    """Why the stand-in cannot be here; None if it can."""
-    if sys.platform != "linux":
-        return "the stand-in accelerator needs Linux: it maps memory twice"
-    if not _library().exists() and _compiler() is None:
-        return "the stand-in accelerator needs a C++ compiler: no g++ here, and CXX names none"
-    return None
 
 
 def library() -> Path:
@@ -48,10 +33,6 @@ def library() -> Path:
     return path
 
 
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
 def _library() -> Path:
     digest = hashlib.sha256(f"{torch.__version__} {FLAGS} {QUICK}".encode())
     for source in (*SOURCES, *(path.name for path in sorted(HERE.glob("*.h")))):
@@ -60,17 +41,16 @@ def _library() -> Path:
 
 
 def _compile(path: Path) -> None:
-    compiler = _compiler()
-    assert compiler is not None, "ask why_not() first"
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise ImportError("the stand-in accelerator needs a C++ compiler: no g++ here, and CXX names none")
     paths = [f"-I{folder}" for folder in include_paths()]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [str(Path(folder, source).with_suffix(".o")) for source in SOURCES]
-        compiling = [
-            subprocess.Popen(
-                [compiler, *FLAGS, QUICK.get(source, "-O0"), *paths, "-c", str(HERE / source), "-o", target]
-            )
-            for source, target in zip(SOURCES, objects, strict=True)
-        ]
+        compiling = []
+        for source, target in zip(SOURCES, objects, strict=True):
+            words = (QUICK.get(source, "-O0"), *paths, "-c", str(HERE / source), "-o", target)
+            compiling.append(subprocess.Popen([compiler, *FLAGS, *words]))
         for one in compiling:
             if one.wait():
                 raise subprocess.CalledProcessError(one.returncode, one.args)

@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,26 +24,11 @@ from . import NAME, launch, name_stream
 
 BACKEND = "standinccl"
 
-_SUMS = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-}
-
 
 class Communicator:
     """Ranks with a connection between each two, and the stream on which their operations run."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        name: str,
-        me: int,
-        ranks: Sequence[int],
-        device: torch.device,
-        limit: timedelta,
-    ) -> None:
+    def __init__(self, store, name: str, me: int, ranks, device: torch.device, limit: timedelta) -> None:
         """Returns once all its ranks have come. Raises: RuntimeError if they have not within the limit."""
         self.ranks = tuple(ranks)
         self.stream = torch.Stream(device=device)
@@ -86,20 +72,17 @@ class Communicator:
         if raw:
             tensor.copy_(torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))
 
-    def gather(self, tensor: Tensor, root: int) -> list[Tensor]:
-        """All tensors in the order of ranks; none but at the root."""
+    def sum(self, tensor: Tensor, root: int) -> None:
+        """Into the root's tensor, in the order of ranks."""
         if self._me != root:
             self.send(tensor, root)
-            return []
+            return
         parts = []
         for rank in self.ranks:
-            part = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            if rank == root:
-                part.copy_(tensor)
-            else:
-                self.receive(part, rank)
-            parts.append(part)
-        return parts
+            parts.append(tensor.clone(memory_format=torch.contiguous_format))
+            if rank != root:
+                self.receive(parts[-1], rank)
+        tensor.copy_(reduce(torch.add, parts))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         if self._me != root:
@@ -116,10 +99,8 @@ class Communicator:
     def abort(self) -> None:
         """Whatever waits for a peer fails; so does the peer."""
         for connection in self._peers.values():
-            try:
+            with suppress(OSError):  # the peer was faster
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the peer was faster
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -179,14 +160,7 @@ class StandinGroup(dist.ProcessGroup):
 
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._name)
-
-    @property
-    def bound_device_id(self) -> torch.device | None:
-        return self.bound
-
-    @bound_device_id.setter
-    def bound_device_id(self, device: torch.device | None) -> None:
-        self.bound = device
+    bound_device_id = property(lambda self: self.bound, lambda self, device: setattr(self, "bound", device))
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -205,50 +179,27 @@ class StandinGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         over = self._pair(source, tensors[0].device)
-        return self._enqueue(
-            over, "recv", lambda t: over.receive(t, source), writes=tensors, point_to_point=True
-        )
+        work = over.receive
+        return self._enqueue(over, "recv", lambda t: work(t, source), writes=tensors, point_to_point=True)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
-        over, combine = self._all(tensors[0].device), _combine(options)
+        assert options is None or options.reduceOp == dist.ReduceOp.SUM
+        over = self._all(tensors[0].device)
 
         def work(tensor: Tensor) -> None:
-            if parts := over.gather(tensor, 0):
-                tensor.copy_(combine(parts))
+            over.sum(tensor, 0)
             over.broadcast(tensor, 0)
 
         return self._enqueue(over, "all_reduce", work, writes=tensors)
 
     def reduce(self, tensors: list[Tensor], options: Any) -> Work:
-        over, combine, root = self._all(tensors[0].device), _combine(options), options.rootRank
-
-        def work(tensor: Tensor) -> None:
-            if parts := over.gather(tensor, root):
-                tensor.copy_(combine(parts))
-
-        return self._enqueue(over, "reduce", work, writes=tensors)
+        assert options.reduceOp == dist.ReduceOp.SUM
+        over, root = self._all(tensors[0].device), options.rootRank
+        return self._enqueue(over, "reduce", lambda t: over.sum(t, root), writes=tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
         over, root = self._all(tensors[0].device), options.rootRank
         return self._enqueue(over, "broadcast", lambda t: over.broadcast(t, root), writes=tensors)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Work:
-        over = self._all(inputs[0].device)
-
-        def work(mine: Tensor, *gathered: Tensor) -> None:
-            for rank, tensor in enumerate(gathered):
-                if rank == self._rank:
-                    tensor.copy_(mine)
-                over.broadcast(tensor, rank)
-
-        return self._enqueue(over, "all_gather", work, reads=inputs, writes=outputs[0])
-
-    def barrier(self, options: Any = None) -> Work:
-        token = torch.zeros(1, device=torch.device(NAME, torch.accelerator.current_device_index()))
-        work = self.allreduce([token])
-        work.wait()
-        torch.accelerator.current_stream().synchronize()
-        return work
 
     def abort(self) -> None:
         self._aborted = True
@@ -304,14 +255,6 @@ class StandinGroup(dist.ProcessGroup):
             tensor.record_stream(over.stream)
         event.record(over.stream)
         return enqueued
-
-
-def _combine(options: Any) -> Callable[[list[Tensor]], Tensor]:
-    kind = dist.ReduceOp.SUM if options is None else options.reduceOp
-    both = next((both for op, both in _SUMS.items() if kind == op), None)
-    if both is None:
-        raise RuntimeError(f"{BACKEND} does not know {kind}")
-    return partial(reduce, both)
 
 
 dist.Backend.register_backend(BACKEND, StandinGroup, devices=[NAME])
