@@ -42,20 +42,20 @@ def steps(job: Job, count: int, rows: int = 4) -> list[nets.Batch]:
     return [job.batch(seed, rows) for seed in range(count)]
 
 
+HALVES = partial(LR.ExponentialLR, gamma=0.5)
+
+
+@pytest.mark.sampled("clips", "tied", "rates")
 @pytest.mark.parametrize(
     ("job", "rows", "options"),
     [
         (GPT, [4, 4], {"clip_norm": 0.05}),
-        pytest.param(GPT, [4, 4], {"clip_norm": 1e9}, marks=pytest.mark.slow),
+        (GPT, [4, 4], {"clip_norm": 1e9}),
         (TIED, [4, 4], {"clip_norm": 0.01}),  # a tied parameter counts once
         (GPT, [4, 4, 4, 4], {"scheduler": partial(LR.StepLR, step_size=1, gamma=0.3)}),
-        pytest.param(
-            GPT,
-            [9, 9],
-            {"clip_norm": 0.2, "scheduler": partial(LR.ExponentialLR, gamma=0.5), "seed": 5},
-            marks=pytest.mark.slow,
-        ),
+        (GPT, [9, 9], {"clip_norm": 0.2, "scheduler": HALVES, "seed": 5}),
     ],
+    ids=["clips", "clips nothing", "tied", "rates", "uneven, with a seed"],
 )
 def test_options(job: Job, rows: list[int], options: dict[str, object]) -> None:
     found = compare(job, [job.batch(seed, count) for seed, count in enumerate(rows)], **options)
@@ -65,23 +65,18 @@ def test_options(job: Job, rows: list[int], options: dict[str, object]) -> None:
 
 def test_losses_weighted_by_tokens() -> None:
     """Micro-batches with few real tokens count less, as if the whole batch were one."""
-    job = Job(
-        model=lambda: nets.GPT(layers=2).double(),
-        batch=lambda seed, size: uneven_tokens(seed, size),
-        weight=nets.shifted_tokens,
-        optimizer=nets.sgd,
-    )
+
+    def batch(seed: int, size: int) -> nets.Batch:
+        made = nets.token_batch(seed, size)
+        for row in range(size):
+            made["labels"][row, 2 + (seed + 3 * row) % 9 :] = -100
+        return made
+
+    job = replace(GPT, batch=batch, weight=nets.shifted_tokens)
     batches = steps(job, 2)
     found = compare(job, batches)
     whole = plain(job, batches, 1)
     assert found.losses == pytest.approx(whole.losses, rel=1e-12)
-
-
-def uneven_tokens(seed: int, size: int) -> nets.Batch:
-    batch = nets.token_batch(seed, size)
-    for row in range(size):
-        batch["labels"][row, 2 + (seed + 3 * row) % 9 :] = -100
-    return batch
 
 
 @pytest.mark.slow
@@ -157,9 +152,6 @@ def test_the_report_of_a_step() -> None:
     assert first == second
 
 
-# The caller's mode of autograd.
-
-
 def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool) -> list[float]:
     job = two_linears()
     made = plan(job, ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
@@ -175,9 +167,6 @@ def test_a_pipeline_in_no_grad_trains_as_outside(compare, tmp_path, monkeypatch)
     assert losses(torch.no_grad, compare=compare) == losses(nullcontext, compare=compare)
 
 
-# Learning rates.
-
-
 def test_a_rank_without_the_first_group_knows_its_rate_after_loading(tmp_path: Path) -> None:
     def last_first(named_parameters: Any) -> torch.optim.Optimizer:
         params = [p for _, p in named_parameters]
@@ -185,7 +174,6 @@ def test_a_rank_without_the_first_group_knows_its_rate_after_loading(tmp_path: P
 
     job = replace(two_linears(), optimizer=last_first)
     made = plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x cpu")
-    scheduler = partial(LR.ExponentialLR, gamma=0.5)
 
     def save(pipeline: Pipeline) -> float:
         pipeline.step(job.batch(0, 4))
@@ -196,8 +184,8 @@ def test_a_rank_without_the_first_group_knows_its_rate_after_loading(tmp_path: P
         pipeline.load(tmp_path)
         return pipeline.lr
 
-    assert each_rank(job, made, save, scheduler=scheduler) == [0.05, 0.05]
-    assert each_rank(job, made, load, scheduler=scheduler) == [0.05, 0.05]
+    assert each_rank(job, made, save, scheduler=HALVES) == [0.05, 0.05]
+    assert each_rank(job, made, load, scheduler=HALVES) == [0.05, 0.05]
 
 
 def in_turn(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -226,7 +214,7 @@ def test_milestones_come_after_a_checkpoint_too(scheduler: Callable[..., object]
     [
         (partial(LR.LambdaLR, lr_lambda=lambda _: 1.0), None, "LambdaLR"),
         (in_turn, None, "SequentialLR"),
-        (partial(LR.ExponentialLR, gamma=0.5), MuonAndAdamW, "2"),
+        (HALVES, MuonAndAdamW, "2"),
     ],
 )
 def test_another_scheduler_is_refused_before_anything_is_overwritten(
@@ -238,7 +226,6 @@ def test_another_scheduler_is_refused_before_anything_is_overwritten(
     with Pipeline(theirs, plan, options=Options(scheduler=saved, compare=False)) as pipeline:
         pipeline.step(job.batch(0, 4))
         pipeline.save(tmp_path)
-    scheduler = partial(LR.ExponentialLR, gamma=0.5)
-    with Pipeline(job, plan, options=Options(scheduler=scheduler, compare=False)) as pipeline:
+    with Pipeline(job, plan, options=Options(scheduler=HALVES, compare=False)) as pipeline:
         assert word in refused(CheckpointError, pipeline.load, tmp_path)
         pipeline.step(job.batch(0, 4))

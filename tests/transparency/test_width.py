@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import every_schedule
 import nets
 import pytest
 import runs
 import torch
-from delayed import job_of, steady_plan, trained
+from delayed import assert_equal, job_of, steady_plan, trained
 from torch import Tensor, nn
 
 from pipeloom import Job, Pipeline
@@ -61,12 +62,10 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     begun: list[tuple[tuple[int, ...], int]] = []
     real = Channel.begin_sum
 
-    def counted(
-        self: Channel, tensor: Tensor, group: SumGroup | None, owner: int | None = None
-    ) -> PendingSum:
+    def counted(self: Channel, tensor: Tensor, group: SumGroup | None, *owner: int) -> PendingSum:
         if self.rank == 0 and group is not None:  # figures of a step go over all ranks
             begun.append((group.ranks, tensor.numel()))
-        return real(self, tensor, group, owner)
+        return real(self, tensor, group, *owner)
 
     monkeypatch.setattr(Channel, "begin_sum", counted)
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
@@ -82,8 +81,7 @@ def test_replicas_that_share_out_the_optimizer_state_change_no_bit_without_clipp
     job = job_of("momentum", tied=True)
     one = widened(runs.even_plan(job, 2, microbatches=2), 2)  # sums of three depend on their order
     expected, found = (trained(job, replace(one, shard_optimizer=share)) for share in (False, True))
-    assert found.losses == expected.losses
-    assert all(torch.equal(found.parameters[name], t) for name, t in expected.parameters.items())
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(("weights", "width"), [("flush", 2), ("flush", 3), ("2bw", 2)])
@@ -166,11 +164,8 @@ def test_the_optimizer_passes_over_what_no_micro_batch_uses(decides: bool) -> No
         x = torch.rand(rows, 5 if positive or decides else 3, 4, generator=generator)
         return {"x": x if positive else -x, "y": x.flip(0)}
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return LongOnly(decides)
-
-    job = nets.in_double(Job(model=model, batch=batch, optimizer=lambda p: torch.optim.AdamW(p, lr=0.05)))
+    model, adam = partial(LongOnly, decides), partial(torch.optim.AdamW, lr=0.05)
+    job = nets.in_double(Job(model=model, batch=batch, optimizer=adam))
     batches = [job.batch(seed, 8) for seed in range(4)]
     found = runs.pipelined(job, widened(runs.even_plan(job, 1, microbatches=2), 2), batches)
     runs.assert_same(found, runs.plain(job, batches, 4), tolerance=TOLERANCE)
