@@ -134,7 +134,7 @@ def test_what_operations_have_begun_ends_before_the_next_step() -> None:
 
     def handler(context: OperationContext) -> Callable[[], None]:
         done.append(f"begin {context.microbatch}")
-        return lambda: done.append(f"end {context.microbatch}")
+        return partial(done.append, f"end {context.microbatch}")
 
     declare(Operation(letters="LATER", meaning="ends at the end of the step", after=F, handler=handler))
     plan = replace(runs.even_plan(JOB, 1, microbatches=2), schedule_rows=("0F0 0LATER0 0B0 0F1 0LATER1 0B1",))
@@ -197,23 +197,20 @@ def test_a_checkpoint_that_all_ranks_refuse_breaks_nothing_off(steady: bool, tmp
     job = delayed.job_of() if steady else JOB
     plan = delayed.steady_plan(job, 2, 2) if steady else runs.even_plan(job, 2, microbatches=2)
 
-    def losses(refused: bool) -> list[float]:
-        def rank(_: int, channel: Channel) -> list[float]:
-            with Pipeline(job, plan, channel=channel) as pipeline:
-                losses = [pipeline.step(job.batch(0, 4))]
-                for call in (
-                    lambda: pipeline.load(tmp_path / "nowhere"),
-                    lambda: pipeline.save(tmp_path, extra={"what": object()}),
-                    lambda: pipeline.export(tmp_path),
-                ):
-                    if refused:
-                        with pytest.raises(CheckpointError):
-                            call()
-                return [*losses, pipeline.step(job.batch(1, 4))]
+    def losses(refused: bool, pipeline: Pipeline) -> list[float]:
+        first = pipeline.step(job.batch(0, 4))
+        calls = [
+            partial(pipeline.load, tmp_path / "nowhere"),
+            partial(pipeline.save, tmp_path, extra={"what": object()}),
+            partial(pipeline.export, tmp_path),
+        ]
+        for call in calls if refused else []:
+            with pytest.raises(CheckpointError):
+                call()
+        return [first, pipeline.step(job.batch(1, 4))]
 
-        return runs.threads(2, rank, timeout_s=60.0)[-1]
-
-    assert losses(refused=True) == losses(refused=False)
+    found, expected = (runs.each_rank(job, plan, partial(losses, refused)) for refused in (True, False))
+    assert found == expected
 
 
 def test_two_ranks_refuse_to_go_on() -> None:
@@ -221,16 +218,14 @@ def test_two_ranks_refuse_to_go_on() -> None:
     plan = runs.even_plan(JOB, 2, microbatches=2)
 
     def rank(index: int, channel: Channel) -> list[str]:
-        said = []
-        pipeline = Pipeline(JOB, plan, channel=channel)
+        said, pipeline = [], Pipeline(JOB, plan, channel=channel)
         pipeline.step(JOB.batch(0, 4))
         if index == 0:
             with interrupted(pipeline, B, 1):
                 pipeline.step(JOB.batch(1, 4))
-        calls = (lambda: pipeline.step(JOB.batch(1, 4)), lambda: pipeline.evaluate(JOB.batch(1, 4)))
-        for call in (*calls, *calls):
+        for call in [pipeline.step, pipeline.evaluate] * 2:
             with pytest.raises(PipeloomError) as caught:
-                call()
+                call(JOB.batch(1, 4))
             said.append(str(caught.value).partition("\n")[0])
         with pytest.raises(PipeloomError), pipeline:
             raise caught.value

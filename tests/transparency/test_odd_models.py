@@ -117,12 +117,7 @@ def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.slow else [])
-        for case in CASES
-        if case.words
-    ],
+    "case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * c.slow) for c in CASES if c.words]
 )
 def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
     """The message says what, the line of the model where it stands, and the hint what to do."""

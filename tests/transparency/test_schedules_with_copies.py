@@ -48,19 +48,12 @@ def offloads(plan: Plan) -> list[Any]:
 
 @pytest.mark.slow
 @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
-@given(
-    st.sampled_from(["po", "gis", "zb_v"]),
-    st.integers(2, 3),
-    st.integers(2, 3),
-    st.integers(1, 3),
-    st.sampled_from([4, 7]),
-    st.data(),
-)
-def test_partial_rows_and_mixed_treatments_equal_one_process(
-    name, ranks, chunks, offload, microbatches, data
-) -> None:
-    chunks = 2 if name == "zb_v" else chunks
-    plan = planned(f"{name}:offload={min(offload, chunks)}", ranks, chunks, microbatches)
+@given(data=st.data())
+def test_partial_rows_and_mixed_treatments_equal_one_process(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["po", "gis", "zb_v"]))
+    ranks, chunks = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 2 if name == "zb_v" else 3))
+    offload, microbatches = data.draw(st.integers(1, chunks)), data.draw(st.sampled_from([4, 7]))
+    plan = planned(f"{name}:offload={offload}", ranks, chunks, microbatches)
     residuals = [residuals_of(JOB, plan, stage) for stage in range(len(plan.stages))]
     plan = replace(thinned(plan, data), memory=data.draw(policies(residuals)))
     batches = [JOB.batch(seed, ROWS * microbatches) for seed in (1, 2)]
@@ -103,7 +96,5 @@ def test_a_rank_killed_in_the_middle_of_a_copy_leaves_nothing(where: str, tmp_pa
     before = set(shared.iterdir()) if shared.is_dir() else set()
     assert launch(partial(die_within, where), 2, args=(plan, tmp_path)) != 0
     assert not list(tmp_path.iterdir())
-    assert (
-        not shared.is_dir()
-        or {p for p in shared.iterdir() if "torch" in p.name or "pipeloom" in p.name} <= before
-    )
+    left = set(shared.iterdir()) - before if shared.is_dir() else set()
+    assert not [path for path in left if "torch" in path.name or "pipeloom" in path.name]

@@ -135,26 +135,24 @@ def test_after_a_step_that_was_broken_off_a_checkpoint_goes_on(tmp_path: Path) -
     assert losses == delayed(job, 4).losses
 
 
-@pytest.mark.sampled("inside-False", "offload-False")
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(
-    ("treatments", "ahead"),
-    [(("recompute",), ()), (("recompute",), (0, 1, 2)), (("offload",), ()), (("offload", "recompute"), (1,))],
-    ids=["inside", "ahead", "offload", "both"],
-)
-def test_what_is_recomputed_or_offloaded_changes_nothing(treatments, ahead, split) -> None:
-    job = job_of()
-    plan = runs.treated_plan(job, steady_plan(job, 3, 3, split=split), *treatments, ahead=ahead)
-    assert_equal(trained(job, plan, drains=(3,)), delayed(job, 3))
+TREATED = {
+    "inside": {"treatments": ["recompute"]},
+    "ahead": {"treatments": ["recompute"], "ahead": (0, 1, 2)},
+    "offload": {"treatments": ["offload"]},
+    "both": {"treatments": ["offload", "recompute"], "ahead": (1,)},
+}
 
 
-def test_recomputing_uses_the_version_of_the_forward() -> None:
+@pytest.mark.sampled("2bw-inside", "2bw-offload", "stash-inside", "stash-ahead")
+@pytest.mark.parametrize("how", TREATED)
+@pytest.mark.parametrize("policy", ["2bw", "2bw, split", "stash"])
+def test_what_is_recomputed_or_offloaded_changes_nothing(policy: str, how: str) -> None:
     """A micro-batch that is in flight while the weights change is recomputed with the old ones."""
-    job = job_of()
-    plan = steady_plan(job, 3, 3, "stash")
-    expected = trained(job, plan)
-    assert_equal(trained(job, runs.treated_plan(job, plan, "recompute")), expected)
-    assert_equal(trained(job, runs.treated_plan(job, plan, "recompute", ahead=(0, 1, 2))), expected)
+    job, (policy, *split), given = job_of(), policy.split(", "), dict(TREATED[how])
+    plan = steady_plan(job, 3, 3, policy, split=bool(split))
+    treated = runs.treated_plan(job, plan, *given.pop("treatments"), **given)
+    expected = delayed(job, 3) if policy == "2bw" else trained(job, plan)
+    assert_equal(trained(job, treated, drains=(3,)), expected)
 
 
 @pytest.mark.parametrize("drains", [(), (1, 4)])
