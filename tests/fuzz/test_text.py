@@ -2,24 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 from damage import GOOD, LINES, SCRAPS, WORDS, ours
-from hypothesis import HealthCheck, given, strategies as st
+from hypothesis import given, strategies as st
 from trials import examples
 
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import parse_action, parse_actions
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.plan import load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.ir.text import from_json, load_noun
-from pipeloom.schedules.formats import parse_schedule, read_schedule
+from pipeloom.ir.text import from_json
+from pipeloom.schedules.formats import parse_schedule
 
-CALM = [HealthCheck.function_scoped_fixture]
-SOME = examples(60, 1_500, suppress_health_check=CALM)
+SOME = examples(60, 1_500)
 
 TEXTS = st.one_of(
     st.text(max_size=60),
@@ -64,16 +61,6 @@ def csv(text: str) -> None:
 
 def cluster(text: str) -> None:
     ours(lambda: from_json(text, Cluster, what="cluster.json"))
-
-
-@SOME
-@given(content=st.binary(max_size=40) | TEXTS.map(lambda text: text.encode(errors="surrogatepass")))
-def test_files(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(content)
-    ours(lambda: read_schedule(file))
-    ours(lambda: load_plan(file))
-    ours(lambda: load_noun(file, Cluster))
 
 
 @pytest.mark.parametrize("read", [actions, rows, program, csv, cluster])

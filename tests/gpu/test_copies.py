@@ -27,10 +27,7 @@ def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
     return runs.treated_plan(JOB, plan, *treatments)
 
 
-WAYS: list[tuple[Treatment, ...]] = [("offload",), ("recompute",), ("offload", "recompute", "keep")]
-
-
-@pytest.mark.parametrize("treatments", WAYS)
+@pytest.mark.parametrize("treatments", [("offload",), ("recompute",), ("offload", "recompute", "keep")])
 def test_many_steps_equal_those_with_everything_kept(treatments: tuple[Treatment, ...]) -> None:
     """Also with copies that follow each other closely: memory used too early would show in the losses."""
     found = []
@@ -41,8 +38,7 @@ def test_many_steps_equal_those_with_everything_kept(treatments: tuple[Treatment
             found.append((losses, {n: p.detach().cpu() for n, p in pipeline.weights.params.items()}))
     (expected, params), (losses, ours) = found
     assert losses == pytest.approx(expected, rel=1e-6)
-    for name, tensor in params.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, params, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_falls_as_the_ledger_says() -> None:
@@ -74,9 +70,7 @@ def test_copies_run_beside_the_computation() -> None:
         for seed in range(2):
             pipeline.step(JOB.batch(seed, MICROBATCHES * ROWS))
         events = pipeline.measured().events
-    away = [e for e in events if e.stream == "d2h"]
-    back = [e for e in events if e.stream == "h2d"]
-    computing = [e for e in events if e.stream == "compute"]
+    away, back, computing = ([e for e in events if e.stream == s] for s in ("d2h", "h2d", "compute"))
     assert len(away) == len(back) == MICROBATCHES
 
     def beside(copy: Event) -> bool:

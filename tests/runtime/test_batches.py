@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -127,9 +128,7 @@ def test_one_cycle_ends_at_the_same_batch_on_all_ranks() -> None:
     """Without a flush ranks have made different numbers of updates by then."""
     job = job_of()
     batches = [job.batch(seed, 4) for seed in range(7)]
-
-    def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=4)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=4)
 
     def ends(pipeline: Pipeline) -> int:
         with pytest.raises(PipeloomError, match="OneCycleLR"):

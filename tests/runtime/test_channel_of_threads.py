@@ -78,12 +78,12 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
             for k, m in enumerate(messages):
                 if m.source == channel.rank:
                     channel.send(m, [torch.full(v.shape, 10.0 * step + k) for v in m.values])
-            late = []
+            got = []
             for m in waits if channel.rank == 2 else []:
-                late.append((m, channel.receive(m)))
-                while late and not (released_late and len(late) < len(waits)):
-                    first, got = late.pop()
-                    assert all((t == 10.0 * step + messages.index(first)).all() for t in got)
+                got.append((m, channel.receive(m)))
+                while got and (not released_late or m is waits[-1]):
+                    first, tensors = got.pop()
+                    assert all((t == 10.0 * step + messages.index(first)).all() for t in tensors)
                     channel.release(first)
             channel.end()
         assert channel.held_bytes == 0

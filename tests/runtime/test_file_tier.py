@@ -4,9 +4,9 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +22,6 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
     made = FileTier(tmp_path, 3)
     yield made
     made.close()
-
-
-def never() -> None:
-    return None
 
 
 def one(count: int = 1000) -> Tensors:
@@ -45,17 +41,10 @@ def residuals() -> Tensors:
     return {Slot("residual", name): tensor for name, tensor in tensors.items()}
 
 
-def failing(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
-
-
 def there_and_back(tier: FileTier, tensors: Tensors) -> Tensors:
     copy = tier.offload("1OFFLOAD2", tensors)
     copy.reload()
-    return copy.take(never)
+    return copy.take(Mock())
 
 
 def test_everything_comes_back_as_it_was_and_is_freed_in_between(tier: FileTier) -> None:
@@ -67,7 +56,7 @@ def test_everything_comes_back_as_it_was_and_is_freed_in_between(tier: FileTier)
     copy.away.result(10)
     assert alive() is None and not given
     copy.reload()
-    found = copy.take(never)
+    found = copy.take(Mock())
     assert found.keys() == before.keys() and threading.enumerate() == threads
     for slot, tensor in found.items():
         assert torch.equal(tensor, before[slot]) and tensor.dtype == before[slot].dtype
@@ -91,7 +80,8 @@ def test_a_directory_may_be_made_and_vanish_and_nothing_is_left_in_it(tmp_path: 
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tier, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
         tier.offload("1OFFLOAD2", tensors)
@@ -105,7 +95,7 @@ def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
     os.ftruncate(tier._file.fileno(), 5000)
     copy.reload()
     with pytest.raises(OffloadError, match="1OFFLOAD2, .* are left"):
-        copy.take(never)
+        copy.take(Mock())
 
 
 @pytest.mark.parametrize(("kind", "found"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
@@ -121,10 +111,7 @@ def test_folders_in_memory_are_told_by_their_mount(tmp_path: Path, kind: str, fo
 
 
 def test_a_wait_ends_when_another_rank_fails(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> None:
-        raise PeerError("rank 1 failed")
-
-    stuck = threading.Event()
+    stuck, check = threading.Event(), Mock(side_effect=PeerError("rank 1 failed"))
     monkeypatch.setattr(tier, "_write", lambda copy: stuck.wait(300))
     copy = tier.offload("1OFFLOAD2", one(10))
     copy.reload()
@@ -150,12 +137,12 @@ EIO = OSError(errno.EIO, os.strerror(errno.EIO))
 )
 def test_what_fails_is_said_and_its_place_is_free_again(tier, monkeypatch, call, asked, error, kind) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(os, call, failing(error))
+        broken.setattr(os, call, Mock(side_effect=error))
         copy = tier.offload("0OFFLOAD0", one(PAGE // 4))
         if asked:
             copy.reload()
         with pytest.raises(kind, match="rank 3 .*0OFFLOAD0" if kind is OffloadError else None):
-            (copy.take if asked else copy.leave)(never)
+            (copy.take if asked else copy.leave)(Mock())
         if call == "pwrite":
             with pytest.raises(kind):
                 copy.gone()
@@ -189,5 +176,5 @@ def test_places_never_overlap_and_the_file_does_not_grow(moves, tmp_path_factory
 
 def come_back(copy: FileCopy, number: int) -> None:
     copy.reload()
-    (tensor,) = copy.take(never).values()
+    (tensor,) = copy.take(Mock()).values()
     assert (tensor == number).all()

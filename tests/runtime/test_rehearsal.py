@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import nets
@@ -150,23 +151,12 @@ def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> Non
     assert len(calls) > 2 * 2 * 3 * 3
 
 
-class SteppedClock:
-    """Time passes only where it is told to."""
-
-    now_s = 0.0
-
-    def mark(self) -> float:
-        return self.now_s
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
 def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Echoes count at their quickest; a step has all of them."""
 
     def rank(_: int, channel: Channel) -> tuple[Link, Link]:
-        clock, send, numbers = SteppedClock(), channel.send, count()
+        clock = SimpleNamespace(now_s=0.0, mark=lambda: clock.now_s, seconds=lambda start, end: end - start)
+        send, numbers = channel.send, count()
 
         def stalling(message: Message, tensors: Sequence[torch.Tensor]) -> None:
             clock.now_s += 8.0 if next(numbers) % 4 == 0 else 0.0
@@ -183,10 +173,7 @@ def test_a_message_that_stalls_now_and_then_costs_its_share(monkeypatch: pytest.
 
 
 def test_the_sums_of_replicas_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*given: Any) -> float:
-        return 1000.0 + time_sums(*given)
-
-    monkeypatch.setattr("pipeloom.forecast.time_sums", slow)
+    monkeypatch.setattr("pipeloom.forecast.time_sums", lambda *given: 1000.0 + time_sums(*given))
     job = replace(gpt_job(), optimizer=adam)
 
     def rank(pipeline: Pipeline) -> float:

@@ -4,13 +4,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import nets
 import pytest
-import torch
 from commands import good
 from runs import even_plan
-from torch import nn
 
-from pipeloom import Job, Pipeline
+from pipeloom import Pipeline
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.text import write_whole
@@ -21,12 +20,7 @@ from pipeloom.train.workload import gpt_workload
 from pipeloom.verification import verify
 
 EVIL = "from pathlib import Path\nPath('ran').touch()\nz = lambda shape: None\n"
-JOB = Job(
-    name="line",
-    model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)),
-    batch=lambda seed, rows: {"input": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))},
-    loss=lambda outputs, batch: outputs.square().mean(),
-)
+JOB = nets.job("skips")
 
 
 @pytest.fixture
@@ -35,13 +29,13 @@ def place(folder: Path) -> Path:
     return folder
 
 
-def evil_plan(**changes: object) -> Plan:
-    return replace(even_plan(JOB, 2, microbatches=2), schedule="evil.py:z", **changes)
+def evil_plan(ranks: int = 2) -> Plan:
+    return replace(even_plan(JOB, ranks, microbatches=2), schedule="evil.py:z")
 
 
 def test_a_plan_that_names_a_file_runs_its_rows_and_not_the_file(place: Path) -> None:
     assert verify(JOB, evil_plan()).passed
-    with Pipeline(JOB, replace(even_plan(JOB, 1, microbatches=2), schedule="evil.py:z")) as pipeline:
+    with Pipeline(JOB, evil_plan(1)) as pipeline:
         assert pipeline.step(JOB.batch(0, 4)) > 0
     assert not (place / "ran").exists()
 
@@ -66,8 +60,7 @@ def test_train_follows_a_plan_and_imports_nothing(place: Path) -> None:
     request = TrainRequest(overrides=(*settings, "pipeline.plan=plan.json"))
     config, _ = decide(request, place / "run")
     assert config.pipeline.schedule is None and not (place / "ran").exists()
-    # What goes on with the run reads the config that it wrote.
-    assert "evil.py" not in write_config(config)
+    assert "evil.py" not in write_config(config), "what goes on with the run reads it"
     # Whoever names the file himself means it.
     own = replace(request, overrides=(*request.overrides, "pipeline.schedule=evil.py:z"))
     assert decide(own, place / "own")[0].pipeline.schedule == "evil.py:z"
@@ -81,9 +74,6 @@ def test_verify_reads_a_plan_and_imports_nothing(place: Path) -> None:
     (place / "plan.json").write_text(text.replace('"1f1b"', '"evil.py:z"'))
     good("verify", "mine.py:job", "--plan", "plan.json")
     assert not (place / "ran").exists()
-
-
-# Files are written in their own directory, whatever links somebody has put there.
 
 
 def test_a_name_that_can_be_foreseen_leads_nowhere(tmp_path: Path) -> None:

@@ -110,11 +110,8 @@ def test_a_loader_may_write_over_the_batch_before() -> None:
             batch["x"].copy_(job.batch(index, 8)["x"])
             yield batch
 
-    def losses(pipeline: Pipeline) -> list[float]:
-        return [report.loss for report in pipeline.steps(loader())]
-
-    found = runs.each_rank(job, steady_plan(job, 3, 4), losses)
-    assert found[0] == delayed(job, 4).losses
+    reports = runs.each_rank(job, steady_plan(job, 3, 4), lambda pipeline: [*pipeline.steps(loader())])
+    assert [report.loss for report in reports[0]] == delayed(job, 4).losses
 
 
 def test_after_a_step_that_was_broken_off_a_checkpoint_goes_on(tmp_path: Path) -> None:
@@ -306,11 +303,6 @@ def test_drains_saves_and_loads_anywhere_change_nothing(script: list[Segment], h
 def test_long_runs_hold_no_more_than_short_ones(weights: str) -> None:
     """Nothing waits for the sends of small messages where steps follow each other without a flush."""
     job = job_of("sgd")
-    plan = steady_plan(job, 2, 4, weights)
-    batch = job.batch(0, 8)
-
-    def peaks(pipeline: Pipeline) -> list[int]:
-        return [max(report.peak_bytes) for report in pipeline.steps([batch] * 24)]
-
-    for own in runs.each_rank(job, plan, peaks, compare=False):
-        assert own[-1] <= 1.1 * own[5]
+    plan, batches = steady_plan(job, 2, 4, weights), [job.batch(0, 8)] * 24
+    for reports in runs.each_rank(job, plan, lambda pipeline: [*pipeline.steps(batches)], compare=False):
+        assert max(reports[-1].peak_bytes) <= 1.1 * max(reports[5].peak_bytes)
