@@ -27,13 +27,7 @@ from pipeloom.runtime.watch import Watch
 LIMIT = timedelta(seconds=60)
 
 
-def on_ranks(
-    ranks: int,
-    work: Callable[[Channel], Any],
-    *,
-    limits_s: tuple[float, ...] = (60.0,) * 3,
-    bound: Callable[[torch.device], torch.device | None] = lambda device: None,
-) -> list[Any]:
+def on_ranks(ranks: int, work: Callable[[Channel], Any], *, limits_s=(60.0,) * 3, bound=lambda _: None):
     """What `work` returns on each rank.  bound: the device that all groups of a rank are made for."""
     store = dist.HashStore()
 
