@@ -12,7 +12,7 @@ from odd.control_flow import JOBS
 from odd.state import SmallEmbeddings
 from runs import Numbers, assert_same, even_plan, pipelined, plain
 
-from pipeloom import Options, Pipeline, verify
+from pipeloom import Job, Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan, widened
 from pipeloom.runnable import require_runnable
@@ -38,24 +38,19 @@ def test_trains_and_evaluates_as_one_process(name: str) -> None:
     assert_same(found, one_process(), tolerance=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(*(f"{name}-3" for name in BOTH_WAYS))
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_trains_as_one_process_on_more_ranks(name: str, ranks: int) -> None:
-    """Two steps: the second uses what the first updated."""
+    """Two steps: the second uses what the first updated. With three ranks two directions meet on the middle
+    one, which then has both replicas of a stage."""
     batches = [GPT.batch(seed, 4 * ranks) for seed in range(2)]
-    found = pipelined(GPT, plan_of(GPT, name, ranks, microbatches=2 * ranks), batches)
-    assert_same(found, plain(GPT, batches, 2 * ranks), tolerance=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", BOTH_WAYS)
-def test_both_replicas_of_a_stage_on_one_rank(name: str) -> None:
-    """With three ranks the two directions meet on the middle one."""
-    plan = plan_of(GPT, name, 3, microbatches=4)
-    assert plan.placement == (0, 1, 2, 2, 1, 0) and len(plan.stages) == 3
-    batches = [GPT.batch(seed, 4) for seed in range(2)]
+    plan = plan_of(GPT, name, ranks, microbatches=2 * ranks)
+    if name in BOTH_WAYS and ranks == 3:
+        assert plan.placement == (0, 1, 2, 2, 1, 0)
     found = pipelined(GPT, plan, batches, clip_norm=0.05, evaluate=batches[:1])
-    assert_same(found, plain(GPT, batches, 4, clip_norm=0.05, evaluate=batches[:1]), tolerance=TOLERANCE)
+    expected = plain(GPT, batches, 2 * ranks, clip_norm=0.05, evaluate=batches[:1])
+    assert_same(found, expected, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", LACKING)
@@ -118,14 +113,12 @@ OTHERS = {
     "cut between modules": (nets.in_double(JOBS["skips"]), 8),
     "branches between modules": (nets.in_double(JOBS["branch between blocks"]), 8),
 }
-"""Job, and rows of a batch."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize(("job", "rows"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("name", SEVERAL_STAGES)
-def test_other_models_and_batches(what: str, name: str) -> None:
-    job, rows = OTHERS[what]
+def test_other_models_and_batches(name: str, job: Job, rows: int) -> None:
     batches = [job.batch(seed, rows) for seed in range(2)]
     plan = plan_of(job, name, 2, microbatches=4, microbatch_size=1 if rows == 4 else 2)
     found = pipelined(job, plan, batches, evaluate=batches[:1], clip_norm=0.1)

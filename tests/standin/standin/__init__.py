@@ -169,11 +169,6 @@ def raise_failure() -> None:
         raise RuntimeError(f"{NAME}: {text.decode()}")
 
 
-def limit_memory(device: int, size: int) -> None:
-    """Let a device have no more than `size` bytes."""
-    _lib.standin_limit(device, size)
-
-
 def name_stream(stream: torch.Stream, name: str) -> None:
     """What reports call it."""
     _lib.standin_name(stream.device.index, stream.stream_id, name.encode())
@@ -229,14 +224,16 @@ def _module() -> types.ModuleType:
         return accelerator.get_memory_info(device)[1]
 
     def index(device: Any) -> int:
-        if isinstance(device, int):
-            return device
-        number = torch.device(device).index
+        number = device if isinstance(device, int) else torch.device(device).index
         return module.current_device() if number is None else number
 
     def manual_seed_all(seed: int) -> None:
         for generator in generators:
             generator.manual_seed(seed)
+
+    def set_share(share: float, device: Any = NAME) -> None:
+        """Let a device have no more than this share of its bytes."""
+        _lib.standin_limit(index(device), int(share * size(index(device))))
 
     members: dict[str, Any] = {
         "is_available": lambda: True,
@@ -256,14 +253,10 @@ def _module() -> types.ModuleType:
         "memory_reserved": accelerator.memory_reserved,
         "memory_stats": accelerator.memory_stats,
         "mem_get_info": accelerator.get_memory_info,
-        "set_per_process_memory_fraction": lambda share, device=NAME: limit_memory(
-            index(device), int(share * size(index(device)))
-        ),
+        "set_per_process_memory_fraction": set_share,
         "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
         "empty_cache": accelerator.empty_cache,
-        "Stream": lambda device=None: torch.Stream(
-            device=torch.device(NAME, index(device)) if device is not None else NAME
-        ),
+        "Stream": lambda device=NAME: torch.Stream(device=torch.device(NAME, index(device))),
         "Event": lambda enable_timing=False: torch.Event(device=NAME, enable_timing=enable_timing),
         "stream": lambda stream: stream,
         "device": accelerator.device_index,
