@@ -67,8 +67,7 @@ def test_a_store_that_goes_away_is_a_failure() -> None:
     board = Board(store, 0, 2, interval_s=0.05)
     del store
     failure = board.wait_for_failure(300)
-    assert failure is not None and failure.rank is None
-    assert board.statuses() == [None, None]
+    assert failure.rank is None and board.statuses() == [None, None]
     assert board.announce(BOOM) == failure, "what was known first counts"
 
 
@@ -99,8 +98,7 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None
 def test_the_others_hear_of_a_file_whose_name_is_not_utf_8(boards: list[Board]) -> None:
     with pytest.raises(ValueError), Watch(boards[1]):
         raise ValueError("no rows in \udcff.txt")
-    failure = boards[0].wait_for_failure(300)
-    assert failure is not None and failure.summary.endswith(r"\udcff.txt")
+    assert boards[0].wait_for_failure(300).summary.endswith(r"\udcff.txt")
 
 
 @pytest.mark.parametrize("leave", [print, sys.exit])

@@ -46,9 +46,7 @@ def test_a_wait_holds_up_the_stream_and_not_the_host() -> None:
             assert not transfer.is_completed()
             waited.set()
         else:
-            lane._pair(
-                0, torch.device("standin", 1)
-            )  # both hosts wait for a communicator, so it is made before
+            lane._pair(0, torch.device("standin", 1))  # made before, as both hosts wait for it
             assert waited.wait(LIMIT_S)
             lane.recv([torch.empty(1, device="standin:1")], 0, 0).wait()
         torch.accelerator.synchronize()
@@ -58,19 +56,12 @@ def test_a_wait_holds_up_the_stream_and_not_the_host() -> None:
     assert received.is_set()
 
 
-def exchange(rank: int, to_peer: StandinGroup, from_peer: StandinGroup) -> list[Any]:
-    """Each rank first receives and then sends, as with receives that are posted ahead."""
-    peer = 1 - rank
-    buffer = torch.empty(1, device=f"standin:{rank}")
-    return [from_peer.recv([buffer], peer, 0), to_peer.send([tensor(rank, 1.0)], peer, 0)]
-
-
 def test_both_directions_in_one_lane_are_stuck_until_an_abort() -> None:
     posted = threading.Barrier(2)
 
     def work(rank: int, group: Callable[[str], StandinGroup]) -> None:
-        lane = group("lane")
-        works = exchange(rank, lane, lane)
+        lane, peer = group("lane"), 1 - rank  # first it receives, as what is posted ahead
+        works = [lane.recv([tensor(rank, 0.0)], peer, 0), lane.send([tensor(rank, 1.0)], peer, 0)]
         posted.wait(LIMIT_S)
         assert not any(one.is_completed() for one in works)
         posted.wait(LIMIT_S)

@@ -51,7 +51,7 @@ def test_one_rank_equals_the_cpu_to_the_bit(treatments: tuple[str, ...]) -> None
 
 def test_attention_and_dropout_draw_and_compute_what_they_do_on_the_cpu() -> None:
     job = nets.with_dropout("gpt")
-    plan = runs.even_plan(job, 1, microbatches=2, microbatch_size=2, schedule="gpipe")
+    plan = runs.even_plan(job, 1, microbatches=2, schedule="gpipe")
     plan = runs.treated_plan(job, plan, "offload", "recompute", "keep")
     losses = []
     for device in ("cpu", "standin"):

@@ -224,7 +224,7 @@ def _module() -> types.ModuleType:
         return accelerator.get_memory_info(device)[1]
 
     def index(device: Any) -> int:
-        number = device if isinstance(device, int) else torch.device(device).index
+        number = device if isinstance(device, int) else torch.device(device or NAME).index
         return module.current_device() if number is None else number
 
     def manual_seed_all(seed: int) -> None:
@@ -256,7 +256,7 @@ def _module() -> types.ModuleType:
         "set_per_process_memory_fraction": set_share,
         "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
         "empty_cache": accelerator.empty_cache,
-        "Stream": lambda device=NAME: torch.Stream(device=torch.device(NAME, index(device))),
+        "Stream": lambda device=None: torch.Stream(device=torch.device(NAME, index(device))),
         "Event": lambda enable_timing=False: torch.Event(device=NAME, enable_timing=enable_timing),
         "stream": lambda stream: stream,
         "device": accelerator.device_index,
