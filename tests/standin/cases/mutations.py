@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,47 +24,56 @@ from pipeloom.runtime.pinned_tier import PinnedCopy, PinnedTier
 from pipeloom.runtime.rank import Rank
 from pipeloom.runtime.recorder import DeviceClock
 from pipeloom.runtime.reduce_and_step import ReduceAndStep
-from pipeloom.runtime.transport import SumGroup
 from pipeloom.runtime.weights import Gradients, Weights
 
 Method = Callable[..., Any]
 
 
-def without_waits(method: Method) -> Method:
-    """The same method, in which no stream waits."""
+def within(context: Callable[[], Any]) -> Callable[[Method], Method]:
+    """The same method in a context."""
 
-    def mutated(*args: Any, **how: Any) -> Any:
-        with standin.deaf():
-            return method(*args, **how)
+    def change(method: Method) -> Method:
+        def mutated(*args: Any, **how: Any) -> Any:
+            with context():
+                return method(*args, **how)
 
-    return mutated
+        return mutated
 
-
-def beside(method: Method) -> Method:
-    """The same method, on a stream that nothing waits for."""
-
-    def mutated(*args: Any, **how: Any) -> Any:
-        with torch.Stream():
-            return method(*args, **how)
-
-    return mutated
+    return change
 
 
-def marks_where_it_computes(method: Method) -> Method:
-    """The same method, with its marks on the stream of its caller."""
+@contextmanager
+def _marks_here() -> Iterator[None]:
+    stream = torch.accelerator.current_stream()
 
-    def mutated(*args: Any, **how: Any) -> Any:
-        stream = torch.accelerator.current_stream()
+    def mark() -> torch.Event:
+        event = torch.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
-        def mark() -> torch.Event:
-            event = torch.Event(enable_timing=True)
-            event.record(stream)
-            return event
+    with patch.object(DeviceClock, "mark", staticmethod(mark)):
+        yield
 
-        with patch.object(DeviceClock, "mark", staticmethod(mark)):
-            return method(*args, **how)
 
-    return mutated
+without_waits = within(standin.deaf)
+"""No stream waits."""
+beside = within(torch.Stream)
+"""On a stream that nothing waits for."""
+marks_where_it_computes = within(_marks_here)
+"""Its marks are on the stream of its caller."""
+
+
+def skipped(where: Callable[..., bool]) -> Callable[[Method], Method]:
+    return lambda method: lambda *given: None if where(*given) else method(*given)
+
+
+def not_waited_for(what: str) -> Callable[[Method], Method]:
+    """what: a part of what the watch says is waited for."""
+    return skipped(lambda transfer, timeout_s: what in transfer.lookout.watch.waiting.what)
+
+
+def sums_not_waited_for(group: str) -> Callable[[Method], Method]:
+    return skipped(lambda channel, of, transfer: of is not None and of.name == group)
 
 
 def frees_what_it_fills(method: Method) -> Method:
@@ -81,24 +89,6 @@ def chunks_back_at_once(method: Method) -> Method:
         method(self, copy)
         self._idle_chunks += copy.host
         copy.host = []
-
-    return mutated
-
-
-def not_waited_for(what: str, method: Method) -> Method:
-    """what: a part of what the watch says is waited for."""
-
-    def mutated(self: _Enqueued, timeout_s: float) -> None:
-        if what not in self.lookout.watch.waiting.what:
-            method(self, timeout_s)
-
-    return mutated
-
-
-def sums_not_waited_for(group: str, method: Method) -> Method:
-    def mutated(self: Channel, of: SumGroup | None, transfer: Any) -> None:
-        if of is None or of.name != group:
-            method(self, of, transfer)
 
     return mutated
 
@@ -154,7 +144,7 @@ ONE_RANK = {
 
 TWO_RANKS = {
     "a message is not waited for": Mutation(
-        _Enqueued, "wait", partial(not_waited_for, " from rank"), "race: .* recv .* writes", "chain"),
+        _Enqueued, "wait", not_waited_for(" from rank"), "race: .* recv .* writes", "chain"),
     "a message is sent beside the computation": Mutation(
         Channel, "send", beside, "race: copy_ .* reads", "chain"),
     "receives are posted beside the computation": Mutation(
@@ -165,22 +155,22 @@ TWO_RANKS = {
         PinnedTier, "copy_back", chunks_back_at_once, "race: copy_ .* writes .* copy_ .* reads",
         "towers, copies in the schedule"),
     "the sum of the norm is not waited for": Mutation(
-        _Enqueued, "wait", partial(not_waited_for, "a sum over all ranks"), "race: .* all_reduce ", "towers"),
+        _Enqueued, "wait", not_waited_for("a sum over all ranks"), "race: .* all_reduce ", "towers"),
     "gradients of replicas are not waited for": Mutation(
-        Channel, "_wait_for_sum", partial(sums_not_waited_for, "shared gradients"),
+        Channel, "_wait_for_sum", sums_not_waited_for("shared gradients"),
         "race: .* all_reduce ", "width 2"),
     "an owner's gradients are not waited for": Mutation(
-        Channel, "_wait_for_sum", partial(sums_not_waited_for, "shared gradients"),
+        Channel, "_wait_for_sum", sums_not_waited_for("shared gradients"),
         "race: .* reduce ", "width 2, shares"),
     "updated parameters are not waited for": Mutation(
-        Channel, "_wait_for_sum", partial(sums_not_waited_for, "updated parameters"),
+        Channel, "_wait_for_sum", sums_not_waited_for("updated parameters"),
         "race: .* broadcast ", "width 2, shares"),
     "sums begin beside the computation": Mutation(
         Channel, "begin_sum", beside, "race: all_reduce ", "width 2"),
     "parameters are sent beside the computation": Mutation(
         Channel, "begin_broadcast", beside, "race: broadcast ", "width 2, shares"),
     "the norm of a steady run is not waited for": Mutation(
-        Channel, "_wait_for_sum", partial(sums_not_waited_for, "the gradients' norm"),
+        Channel, "_wait_for_sum", sums_not_waited_for("the gradients' norm"),
         "race: .* all_reduce ", "width 2, 2bw"),
     "gradients are added to while they are summed": Mutation(
         Weights, "begin_sums", one_set_of_gradients, "race: .* reduce ", "width 2, shares, 2bw"),
