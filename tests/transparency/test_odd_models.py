@@ -35,7 +35,7 @@ def runs() -> Iterator[object]:
 @cache
 def expected_of(case: Case) -> Numbers:
     if case.expect.startswith("random"):
-        return numbers(case, 1, "1f1b")
+        return run(case, *places(case, 1), "1f1b")
     train, evaluate = batches(case)
     return plain(case.double, train, MICROBATCHES, evaluate=evaluate)
 
@@ -57,11 +57,6 @@ def places(case: Case, cut: int | str) -> Iterator[dict[str, int]]:
         stage_of = split_at(captured, *around)
         if all(len({stage_of[op] for op in group}) == 1 for group in captured.graph.together.values()):
             yield stage_of
-
-
-def numbers(case: Case, cut: int, way: str, **options: object) -> Numbers:
-    (stage_of,) = places(case, cut)
-    return run(case, stage_of, way, **options)
 
 
 def run(case: Case, stage_of: dict[str, int], way: str, **options: object) -> Numbers:
