@@ -238,7 +238,7 @@ def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
     this = exchanges.message("0SEND_F2>1", 0, 1, *parts)
     tensors = [torch.randint(0, 2, v.shape).to(getattr(torch, v.dtype)) for v in parts]
     assert this.fits(tensors) and not this.fits([*tensors, torch.zeros(1)])
-    for others in ([t[None] for t in tensors], [t.to(torch.int8) for t in tensors]):
+    for others in ([t[None] for t in tensors], [torch.zeros_like(t, dtype=torch.int8) for t in tensors]):
         assert this.fits(others) == (not parts)
     buffer = torch.empty(this.bytes, dtype=torch.uint8)
     pack(this, tensors, buffer)

@@ -108,15 +108,17 @@ Params = Iterable[nn.Parameter]
 class Bare(torch.optim.Optimizer):
     """Without settings."""
 
+    own = property(lambda self: self.param_groups[0]["params"])
+
     def __init__(self, params: Params) -> None:
         super().__init__(params, {})
-        self.own = self.param_groups[0]["params"]
 
 
 class Plain(torch.optim.SGD):
+    own = Bare.own
+
     def __init__(self, params: Params) -> None:
         super().__init__(params, lr=1.0)
-        self.own = self.param_groups[0]["params"]
 
 
 class Pair(Bare):
@@ -200,7 +202,7 @@ class Lists(Plain):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self.groups = [*self.param_groups]
+        self.all, self.groups = self.own, [*self.param_groups]
 
 
 class ClipsAll(Plain):
@@ -257,7 +259,7 @@ def test_an_update_that_depends_on_what_other_ranks_have_is_refused(make: Make, 
 @pytest.mark.parametrize("make", [Noisy, MuonAndAdamW, Lists])
 def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
     optimizer = weights_of(make, "b").optimizer
-    assert not isinstance(optimizer, Lists) or len(optimizer.own) == 1
+    assert not isinstance(optimizer, Lists) or len(optimizer.all) == 1
 
 
 @pytest.mark.parametrize(
