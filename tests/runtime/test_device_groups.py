@@ -2,6 +2,7 @@
 makes the groups."""
 
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,26 +20,6 @@ from pipeloom.runtime.transport import SumGroup
 from pipeloom.runtime.watch import Watch
 
 LIMIT_S = 20.0
-
-
-class Group(dist.ProcessGroup):
-    """Of two ranks; notes its end, and sends nothing."""
-
-    def __init__(self, name: str, ended: list[str]) -> None:
-        super().__init__(0, 2)
-        self.called = name
-        self.ended = ended
-
-    def abort(self) -> None:
-        self.ended.append(f"abort {self.called}")
-
-    def shutdown(self) -> None:
-        self.ended.append(f"shutdown {self.called}")
-
-    def send(self, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: None)
-
-    recv = send
 
 
 def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +58,14 @@ def test_a_failure_aborts_all_groups_and_an_end_shuts_down_those_that_were_made(
     """After a failure no group waits for its operations: some may never end."""
     ended: list[str] = []
 
-    def make(name: str, rank: int, ranks: int) -> Group:
-        return Group(name, ended)
+    def make(name: str, *_: int) -> Mock:
+        group = Mock(**{"rank.return_value": 0, "size.return_value": 2, "bound_device_id": None})
+        for how in ("abort", "shutdown"):
+            getattr(group, how).side_effect = partial(ended.append, f"{how} {name}")
+        return group
 
     made = DeviceTransport(
-        Group("world", ended),
+        make("world"),
         Watch(local_boards(2)[0]),
         make=make,
         make_control=make,

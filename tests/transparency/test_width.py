@@ -16,13 +16,10 @@ from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan, widened
 from pipeloom.runtime.channel import Channel, PendingSum
 from pipeloom.runtime.transport import GlooTransport, PendingTransfer, SumGroup
+from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
-ONE_WAY = [
-    name
-    for name in every_schedule.SYNCHRONOUS
-    if every_schedule.registry.entry(name).place in ("line", "loop", "wave")
-]
+ONE_WAY = [n for n in every_schedule.SYNCHRONOUS if registry.entry(n).place in ("line", "loop", "wave")]
 
 GPT = every_schedule.gpt_job()
 
@@ -48,9 +45,8 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
         assert pipeline.ledger.levels["batch"] == predicted
         parts, _ = pipeline.batches.take(job.batch(0, 8), step=1)
         read = {"x"} if pipeline.rank < 2 else set()  # by the first stage
-        assert [set(part.inputs) for part in parts] == [
-            read if pipeline.rank % 2 == n // 2 else set() for n in range(4)
-        ]
+        mine = [read if pipeline.rank % 2 == n // 2 else set() for n in range(4)]
+        assert [set(part.inputs) for part in parts] == mine
         return predicted
 
     whole = job.batch(0, 8)["x"].nbytes
