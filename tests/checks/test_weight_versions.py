@@ -1,7 +1,5 @@
 """The rule for weight versions, against the published counts and orders."""
 
-from __future__ import annotations
-
 import pytest
 import refusals
 from small import built, by_hand
@@ -62,28 +60,31 @@ def test_flush_keeps_one_version(name: str) -> None:
     assert {late for stage in found for late in stage.staleness} <= {0}
 
 
-def test_a_version_that_is_no_longer_kept_is_named() -> None:
-    made = one_f_one_b(4, 8)
-    for limit in (1, 2, 3):
-        said = refused(made, Updates(policy="stash", kept=limit))
-        assert f"0B{limit} with weight version 0" in said
-    weight_versions(made, chain(4), Updates(policy="stash", kept=4))
+TIED = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
+LATE = "with weight version 0"
 
 
-def test_both_halves_of_a_split_backward_use_the_version_of_the_forward() -> None:
-    made = by_hand("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert versions(made, STASH)[0].needed == 2
-    assert "rank 0 runs 0W1 with weight version 0" in refused(made, Updates(policy="stash", kept=1))
-
-
-def test_2bw_refuses_a_forward_that_comes_too_late_for_its_version() -> None:
-    weight_versions(by_hand("0F0 0B0 0F1 0B1 0F3 0B3 0F2 0B2"), chain(1), Updates(policy="2bw", every=2))
-    made = by_hand("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3")
-    assert "0F1 with weight version 0, but keeps only 1" in refused(made, Updates(policy="2bw", kept=1))
-
-
-def test_micro_batches_make_whole_updates() -> None:
-    assert "multiple of 4" in refused(one_f_one_b(2, 10), Updates(policy="stash", every=4))
+@pytest.mark.parametrize(
+    ("made", "stages", "updates", "words"),
+    [
+        *((one_f_one_b(4, 8), chain(4), Updates(policy="stash", kept=k), f"0B{k} {LATE}") for k in (1, 2, 3)),
+        (one_f_one_b(4, 8), chain(4), Updates(policy="stash", kept=4), ""),
+        (by_hand("0F0 0F1 0I0 0I1 0W0 0W1"), chain(1), Updates(policy="stash", kept=1), f"0W1 {LATE}"),
+        (by_hand("0F0 0B0 0F1 0B1 0F2 0B2"), chain(1), Updates(policy="2bw", kept=1), f"0F1 {LATE}"),
+        (by_hand("0F0 0B0 0F1 0B1 0F3 0B3 0F2 0B2"), chain(1), Updates(policy="2bw", every=2), ""),
+        (one_f_one_b(2, 10), chain(2), Updates(policy="stash", every=4), "multiple of 4"),
+        (one_f_one_b(3, 6), TIED, STASH, "share wte, but 0F1 uses version 0 and 2F1 version 1"),
+        (one_f_one_b(3, 6), TIED, Updates(policy="2bw", every=2), ""),
+        (one_f_one_b(3, 6), TIED, Updates(), ""),
+    ],
+)
+def test_versions_that_are_kept_and_shared_and_whole_updates(
+    made: Schedule, stages: StageGraph, updates: Updates, words: str
+) -> None:
+    if words:
+        assert words in refused(made, updates, stages)
+    else:
+        weight_versions(made, stages, updates)
 
 
 @pytest.mark.parametrize(("microbatches", "every"), [(2000, 1000), (9, 9)])
@@ -98,14 +99,6 @@ def test_slices_of_a_micro_batch_share_a_version() -> None:
     found = versions(built("seq1f1b:slices=2", 2, 12), STASH)
     assert [len(stage.used) for stage in found] == [6, 6]
     assert found[0].needed == 2 and found[1].needed >= 1
-
-
-def test_tied_parameters_need_the_same_version_on_their_stages() -> None:
-    tied = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
-    made = one_f_one_b(3, 6)
-    assert "share wte, but 0F1 uses version 0 and 2F1 version 1" in refused(made, STASH, tied)
-    weight_versions(made, tied, Updates(policy="2bw", every=2))
-    weight_versions(made, tied, Updates())
 
 
 @pytest.mark.parametrize("wrong", [{"policy": "newest"}, {"every": 0}, {"kept": 0}])

@@ -1,7 +1,5 @@
 """Cluster files, and devices and clusters by name: what is read, what is refused, where figures are from."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import tracemalloc
@@ -116,7 +114,6 @@ def test_what_is_refused(tmp_path, old, new, words):
 
 RATES = st.floats(min_value=1e-9, max_value=1e18, allow_nan=False)
 
-
 LINKS = st.builds(
     Link,
     bandwidth_bytes_per_s=RATES,
@@ -124,7 +121,6 @@ LINKS = st.builds(
     overhead_s=st.just(0.0) | RATES,
     overhead_s_per_byte=st.just(0.0) | RATES,
 )
-
 
 DEVICES = st.builds(
     Device,
@@ -141,7 +137,6 @@ DEVICES = st.builds(
     host_link_back=st.none() | LINKS,
     host_memory_bytes=st.integers(0, 2**40),
 )
-
 
 CLUSTERS = st.builds(
     Cluster,

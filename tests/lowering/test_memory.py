@@ -1,7 +1,5 @@
 """Where memory actions stand in programs."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -75,14 +73,6 @@ def test_replicas_are_treated_as_their_first() -> None:
     policy = MemoryPolicy(stages=({"a": "recompute"},), ahead=(0,))
     rows = ("0F0 0RECOMPUTE0 0B0 0STEP", "1F0 1RECOMPUTE0 1B0 1STEP")
     assert str(lower(schedule, stages, policy=policy)) == "\n".join(rows)
-
-
-def test_what_recomputes_inside_its_backward_has_no_action_for_it() -> None:
-    schedule = built("1f1b", 2, 3)
-    policy = MemoryPolicy(stages=({"a": "recompute"}, {"a": "recompute"}), ahead=(1,))
-    program = lower(schedule, chain(2), policy=policy)
-    assert [s.stage for row in program.rows for s in row if s.kind == RECOMPUTE] == [1, 1, 1]
-    assert without_copies(program) == lower(schedule, chain(2)).rows
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """pipeoffload: the fastest of many schedules that fits, with and without offloading."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -21,7 +19,6 @@ from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.strategies.dawnpiper import dawnpiper
 
 RANKS, MICROBATCHES = 2, 4
-
 
 LIMITED = ("1f1b:limit=1.5", *(f"po:v={v},limit={share * (v + 1)}" for v in (2, 4) for share in (0.75, 0.5)))
 """The same limit for all ranks, which the planner does not try: what the caps leave is to be as good."""

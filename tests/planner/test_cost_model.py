@@ -1,7 +1,5 @@
 """The two ways to the same numbers: any stage, and rows of intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, replace
 

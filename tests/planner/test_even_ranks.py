@@ -1,7 +1,5 @@
 """Several stages on a rank: the sum over each rank counts, and filling and draining, not one stage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 

@@ -1,7 +1,5 @@
 """The exact planner against trying every cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, pairwise
 

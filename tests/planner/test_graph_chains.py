@@ -1,7 +1,5 @@
 """pipedream-graph and piper against brute force, and their limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Branches of op graphs, and stages that are cut from them side by side."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

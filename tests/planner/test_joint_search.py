@@ -1,7 +1,5 @@
 """auto: the joint search against every planner with every schedule, under caps, cut short; its orders."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import count, pairwise, product
@@ -26,7 +24,6 @@ from pipeloom.planner.searched_order import with_searched_order
 from pipeloom.planning import make_request
 
 pytestmark = pytest.mark.whole_search
-
 
 FEW = ("1f1b", "zb_v", "gis_h")
 """Schedules of quick cases: in a line and in a V, with much in flight and with little."""

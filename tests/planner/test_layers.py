@@ -1,7 +1,5 @@
 """Layers and module calls from the ops' modules; Megatron's equal layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise, product
 

@@ -1,7 +1,5 @@
 """make_plan from graph to plan file, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """k: the ratio of copying to computing, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Cuts whose order by time does not repeat without a flush, or stops: they get the order for equal times."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

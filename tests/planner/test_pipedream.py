@@ -1,7 +1,5 @@
 """PipeDream's dynamic programme in both modes, against trying every cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from math import inf

@@ -1,7 +1,5 @@
 """Plans of every planner: under their caps as simulated, whole, and what the options say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,7 +25,6 @@ from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
 
 GiB = 2**30
-
 
 FREEING = [name for name in PLANNERS_OF_ONE if PLANNERS[name].optimises != "never"]
 

@@ -1,7 +1,5 @@
 """Sweeps of stages that make residuals again inside their backward, against a plain reference; its use."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from functools import partial

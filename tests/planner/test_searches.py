@@ -1,7 +1,5 @@
 """probe, dawnpiper and vpipe against the dynamic programme, on synthetic chains without graphs."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from dataclasses import dataclass, replace

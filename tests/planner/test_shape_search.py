@@ -1,7 +1,5 @@
 """The closed form against a brute force that goes over every shape, stage and link one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf

@@ -1,7 +1,5 @@
 """Under a larger cap no plan is slower than under a smaller one, nor than what a planner starts from."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

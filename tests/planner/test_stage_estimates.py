@@ -1,7 +1,5 @@
 """Each part of a stage by the planner's model against the graphs that its rank runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Plans for schedules with several stages on a rank: one cap for all of them, and what they really hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +14,6 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 
 MiB = 2**20
-
 
 LARGER = replace(
     gpt_job(layers=8, width=512, heads=8, context=256, dtype=torch.float32), optimizer=torch.optim.AdamW

@@ -1,7 +1,5 @@
 """Memory optimisation of one stage: it keeps its cap, wastes nothing, and is close to the best choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Measuring op by op: what is run, how often, on which values, and what is found to be kept."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable

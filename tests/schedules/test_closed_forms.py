@@ -5,8 +5,6 @@ arXiv 2401.10241 (ZB), 2405.15362 (V), 2503.01328 (PipeOffload, GIS), 2104.04473
 micro-batch units of a rank, peaks in micro-batches, for p ranks and v chunks; F = I = W = 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Copies to the host in the rows of any schedule: who leaves, that there is room, and what it costs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

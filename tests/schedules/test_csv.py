@@ -1,7 +1,5 @@
 """CSV files go to torch.distributed.pipelining's own loader and come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

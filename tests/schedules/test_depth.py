@@ -1,7 +1,5 @@
 """What is held follows the depth of the stage graph: the ranks of its longest path, not all there are."""
 
-from __future__ import annotations
-
 import networkx as nx
 import pytest
 from hypothesis import given, strategies as st
@@ -17,10 +15,8 @@ from pipeloom.schedules.registry import shape_of
 FOUR_TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)])
 """Four towers of two stages and a join."""
 
-
 TWO_LOOPS = dag(9, [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7), (3, 8), (7, 8)])
 """Two towers of four stages and a join, for two ranks each."""
-
 
 LIMITED_BY_RANKS = "zb_h1 zb_h2 zb_1p zb_2p gis gis_g gis_h po zb_v dualpipev hanayo".split()
 

@@ -3,8 +3,6 @@
 Never a deadlock: nobody who writes a placement can mend one.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -19,9 +17,7 @@ from pipeloom.schedules.language.placements import both_ways, loop, spread, wave
 
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 
-
 TOWERS = dag(5, [(0, 1), (1, 4), (2, 3), (3, 4)])
-
 
 PLACED: dict[str, tuple[StageGraph, tuple[int, ...]]] = {
     "one rank": (chain(1), (0,)),

@@ -1,7 +1,5 @@
 """Operations that a user declares: placed, checked, simulated, drawn and read like built-in ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from trials import examples
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
 from pipeloom.ir.costs import equal_costs
-from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
+from pipeloom.ir.errors import ConfigError, ScheduleError
 from pipeloom.ir.operation import OPERATIONS, Operation, declare
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
@@ -134,27 +132,13 @@ def test_it_may_fill_gaps_like_w() -> None:
         make(s, replace(recipe, insert=(op("OPB", before=F),), fill=("W", "OPB")))
 
 
-AFTER_B, AFTER_W, BEFORE_F = {"after": B}, {"after": W}, {"before": F, "every": 2}
-
-
 @pytest.mark.parametrize(
-    ("where", "line", "words"),
-    [
-        (AFTER_B, "0F0 0OP0 0B0", "move 0B0 in front of 0OP0"),
-        (AFTER_B, "0F0 0B0 0OP0 0F1 0B1", "add it after 0B1"),
-        (AFTER_B, "0F0 0B0 0OP0 0OP0", "0OP0 twice"),
-        (BEFORE_F, "0F0 0OP0 0B0", "rank 0 runs 0OP0 after 0F0"),
-        (BEFORE_F, "0OP0 0F0 0B0 0OP1 0F1 0B1", "not declared for it"),
-        (AFTER_W, "0F0 0I0 0OP0 0W0", "rank 0 runs 0OP0 before 0W0"),
-        (AFTER_W, "0F0 0I0 0W0 0OP0", ""),
-    ],
+    ("line", "hint"),
+    [("0F0 0OP0 0B0", "move 0B0 in front of 0OP0"), ("0F0 0B0 0OP0 0F1 0B1", "add it after 0B1")],
 )
-def test_wrong_rows_are_refused(where: dict[str, object], line: str, words: str) -> None:
-    op(**where)
-    if words:
-        assert words in refused(ScheduleError, check, by_hand(line), chain(1))
-    else:
-        check(by_hand(line), chain(1))
+def test_wrong_rows_are_refused(line: str, hint: str) -> None:
+    op()
+    assert hint in refused(ScheduleError, check, by_hand(line), chain(1))
 
 
 def both(stage: int) -> tuple[int, ...]:
@@ -174,16 +158,6 @@ def test_what_meets_waits_for_the_streams_of_all() -> None:
     made = by_hand("0F0 0LONG0 0MET0 0B0", "1F0 1MET0 1B0")
     starts = {e.action: e.start_s for e in simulated(made).events}
     assert starts["0MET0"] == starts["1MET0"] == 11  # rank 0 sends something else from 1 to 11
-
-
-def test_a_meeting_that_blocks_is_named() -> None:
-    op(after=F, meets=both)
-    stuck = by_hand("0F0 0OP0 0F1 0OP1 0B0 0B1", "1F0 1F1 1OP1 1OP0 1B0 1B1")
-    with pytest.raises(DeadlockError, match="rank 0 at 0OP0 needs 1OP0; rank 1 at 1F1 needs 0F1"):
-        check(stuck, chain(2))
-    op("LONE", after=F, meets=lambda stage: (5,))
-    with pytest.raises(ScheduleError, match="5LONE0, which no rank runs"):
-        check(by_hand("0F0 0LONE0 0B0"), chain(1))
 
 
 def test_text_drawing_and_a_second_declaration() -> None:
@@ -216,8 +190,6 @@ def test_wrong_declarations(fields: dict[str, object], problem: str) -> None:
     op("TAKEN")
     with pytest.raises(ScheduleError, match=problem):
         declare(Operation(**({"letters": "OP", "meaning": "", "after": B} | fields)))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="NEW is not declared"):
-        Recipe(priority=str, insert=(Operation(letters="NEW", meaning="", after=B),))
 
 
 OWN = """

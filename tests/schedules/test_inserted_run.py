@@ -1,7 +1,5 @@
 """Operations that a user declares run at their places, with ranks as threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from pipeloom.schedules.language.shape import Shape
 from pipeloom.schedules.registry import Entry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 JOB = job(Stack)
 

@@ -1,7 +1,5 @@
 """The language: every construct, and the traps of greedy order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -14,9 +12,7 @@ from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
-from pipeloom.ir.flow import dag
-from pipeloom.ir.stages import chain, replicate
-from pipeloom.lowering.passes import lower
+from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import placements
 from pipeloom.schedules.language.patterns import phases
@@ -97,12 +93,6 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
     assert "".join(a.kind for a in waits.rows[0]) == "FFIWIW"
 
 
-def test_exactly_one_order() -> None:
-    for orders, words in (({}, "no order"), ({"priority": str, "rows": ()}, "priority and rows")):
-        with pytest.raises(ScheduleError, match=words):
-            Recipe(**orders)
-
-
 def test_before_predicates() -> None:
     """GPipe as one predicate: no backward before any forward of its rank."""
     s = registry.shape_of(3, microbatches=4)
@@ -133,14 +123,6 @@ def test_slices_go_back_where_they_came_from() -> None:
     assert str(built("seq1f1b:slices=2", 2, 4)).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
     with pytest.raises(ScheduleError, match="another slice"):
         check(replace(built("1f1b", 2, 4), slices=2), chain(2))
-
-
-def test_two_directions_tie_their_parameters() -> None:
-    one = dag(2, [(0, 1)], params={0: ("a",), 1: ("b",)})
-    both = replicate(one)
-    assert dict(both.tied) == {"a": (0, 2), "b": (1, 3)}
-    made = registry.build("chimera", both, placements.both_ways(2), 2)
-    assert "0REDUCE" in str(lower(made, both))
 
 
 @pytest.mark.parametrize("limit", [12, 24])

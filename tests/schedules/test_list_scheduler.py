@@ -1,7 +1,5 @@
 """The list scheduler: compiled and interpreted alike, few receives posted."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 from small import alike, simulated

@@ -6,8 +6,6 @@ generators of arXiv 2401.10241, 2405.15362 and 2503.01328: each stage takes the 
 has several stages, and a transfer takes `TRANSFER_S` whatever the stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -22,13 +20,10 @@ from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSche
 LONG_CONTEXT = (1.0, 1.4, 0.6)
 """F, I, W: attention has no weights, so W takes less and I more."""
 
-
 PROFILE = (10.419, 10.207, 7.715)
 """F, I, W of the 28.3B model of arXiv 2401.10241, in ms."""
 
-
 TRANSFER_S = 0.408
-
 
 ROUNDED = 0.0005
 """The published figures have three digits."""

@@ -1,7 +1,5 @@
 """Recipes with mistakes in their rows, and with times of nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +8,7 @@ import pytest
 from pipeloom.ir.action import Action, F, I
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.operation import Operation
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
@@ -20,6 +19,7 @@ from pipeloom.schedules.list_scheduler.choose import fastest, order
 from pipeloom.schedules.registry import shape_of
 
 LAST = "1F0 1B0 1F1 1B1"
+NEW = Operation(letters="NEW", meaning="", after=F)
 
 
 def ordered(*rows: str, kinds: str = "FB", **limits: float) -> str:
@@ -52,6 +52,9 @@ def test_rows_that_block_by_themselves_are_not_blamed_on_limits() -> None:
 @pytest.mark.parametrize(
     ("family", "word"),
     [
+        (lambda s: Recipe(), "no order"),
+        (lambda s: Recipe(priority=str, rows=()), "priority and rows"),
+        (lambda s: Recipe(priority=str, insert=(NEW,)), "NEW is not declared"),
         (lambda s: Recipe(clock=path_clock(s), early="never"), "never"),
         (lambda s: Recipe(rows=["0F0 0B0 0F1 0B1"] * 2), "a str"),
         (lambda s: Recipe(rows=lambda rank: None), "None"),  # type: ignore[arg-type, return-value]

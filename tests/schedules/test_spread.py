@@ -1,15 +1,12 @@
 """Stages that span several ranks: described, checked, simulated."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import figures
-from refusals import refused
-from small import built, by_hand, simulated
+from small import built, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import F, W
@@ -28,7 +25,6 @@ from pipeloom.schedules.registry import Entry
 
 TABLE = (0, 1, (2, 3), 4)
 
-
 ENTRY = """
 from pipeloom.schedules.registry import Entry
 from pipeloom.schedules.language.recipe import Recipe
@@ -38,7 +34,6 @@ def order(s):
 
 experts = Entry(recipe=order, place='table', table=lambda ranks: (0, (1, 2), 3))
 """
-
 
 EXPERTS, PLACEMENT = spread(chain(4), TABLE)
 
@@ -99,24 +94,6 @@ def test_each_rank_sends_its_part() -> None:
 def test_wrong_tables_are_refused(table: tuple[int | tuple[int, ...], ...]) -> None:
     with pytest.raises(ScheduleError, match="is placed on ranks|a placement of 2 stages"):
         spread(chain(3), table)
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (("0F0 0B0", "1F0"), "rank 1 never runs 1B0"),
-        # Each order alone would do; but the two ranks of the stage run its micro-batches in opposite orders.
-        (("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"), "rank 0 at 0F0 needs 1F0; rank 1 at 1F1 needs 0F1"),
-        (("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"), ""),  # W runs whenever a rank has time
-    ],
-)
-def test_rows_of_a_stage_on_two_ranks(rows: tuple[str, ...], words: str) -> None:
-    graph, placement = spread(chain(1), ((0, 1),))
-    made = by_hand(*rows, placement=placement)
-    if words:
-        assert words in refused(ScheduleError, check, made, graph)
-    else:
-        check(made, graph)
 
 
 def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Idle reasons and critical paths: by hand, and as laws for random graphs and for the library."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +29,7 @@ from pipeloom.simulator.simulate import simulate
 from pipeloom.viewer.reasons import path_lines, sentence, sources
 
 Explained = tuple[Program, Timeline, Explanation]
+Costs = tuple[StageCost, ...]
 
 
 def explained(program: Program, timeline: Timeline, stages: StageGraph) -> Explained:
@@ -46,9 +45,6 @@ def step(
     made, stages = built(name, ranks, microbatches), registry.default_placement(name, ranks)[0]
     timeline = simulated(made, costs, stages, alike(ranks, latency_s=latency_s))
     return explained(lower(made, stages), timeline, stages)
-
-
-Costs = tuple[StageCost, ...]
 
 
 def obey_the_laws(timeline: Timeline, found: Explanation) -> None:
@@ -316,14 +312,6 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
         ("copy", 3.0, 7.0, "", "0OFFLOAD0"),
     ]
     assert "1OFFLOAD0 waits for a shared link, which 0OFFLOAD0 of rank 0 holds" in sentence(waits[0])
-
-
-def test_the_copy_of_a_reload_may_have_left_before_the_window() -> None:
-    program = parse_program(2, (0,), ("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1",))
-    copy = (0, "h2d", "0RELOAD0", 0.0, 2.0)
-    timeline = measured(1, (0, "compute", "0F1", 0.0, 1.0), copy, (0, "compute", "0B0", 2.0, 3.0))
-    _, _, found = explained(program, timeline, dag(1, []))
-    assert [(i.reason, i.start_s, i.end_s) for i in found.idle] == [("copy", 1.0, 2.0)]
 
 
 def test_a_message_that_waits_for_a_sum_names_it() -> None:

@@ -1,7 +1,5 @@
 """Residuals that leave for the host, come back, or are made again: times, memory, reasons, rules."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from random import Random
@@ -11,14 +9,13 @@ from edits import Case, dag_cases
 from hypothesis import assume, given, strategies as st
 from refusals import refused
 from shared_links import random_cluster, treated, uneven
-from small import alike, changes
+from small import alike
 from trials import examples
 
 from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import Kind
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.explanation import Explanation
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
@@ -28,65 +25,34 @@ from pipeloom.simulator.simulate import simulate
 from pipeloom.viewer.chrome import chrome_trace
 from pipeloom.viewer.picture import pictures
 
-COPIED = {"offloaded_bytes": 30, "offload_s": 3.0, "reload_s": 4.0}
-KEPT = replace(equal_costs(1, residual_bytes=100)[0], **COPIED)
-COST = replace(KEPT, recomputed_bytes=20, recompute_s=0.5)
+KEPT = replace(equal_costs(1, residual_bytes=100)[0], offloaded_bytes=30, offload_s=3.0, reload_s=4.0)
 
 
-def one_rank(row: str, cost: StageCost = COST, microbatches: int = 2) -> tuple[Program, Timeline]:
-    program = parse_program(microbatches, (0,), (row,))
-    check_program(program, chain(1))
-    return program, simulate(program, chain(1), (cost,), alike(1))
-
-
-def two_ranks(cost: StageCost, *rows: str) -> tuple[Timeline, Explanation]:
+def waits_of_the_first(cost: StageCost, *rows: str) -> list[tuple[object, ...]]:
     program = parse_program(1, (0, 1), rows)
     check_program(program, chain(2))
-    timeline = simulate(program, chain(2), (cost, cost), alike(2))
-    return timeline, explain_idle_time(program, timeline, chain(2))
+    found = explain_idle_time(program, simulate(program, chain(2), (cost, cost), alike(2)), chain(2))
+    return [(i.reason, i.waits_for, i.start_s, i.end_s) for i in found.idle if i.rank == 0]
 
 
-def test_copies_run_beside_computing_and_the_backward_waits_for_its_reload() -> None:
-    _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1 0STEP")
-    device, host = timeline.memory
-    assert (device.tier, host.tier, host.rank) == ("device", "host", 0)
-    assert changes(device) == [
-        (0.0, 80),  # F0 keeps all but what is recomputed
-        (1.0, 160),  # F1
-        (8.0, 180),  # RECOMPUTE0; at 4 s the residuals on the host have begun to come back at once
-        (10.5, 100),  # B0 is over, RECOMPUTE1
-        (13.0, 0),
+def test_a_wait_goes_back_to_the_copy_of_the_rank_or_of_another() -> None:
+    last = "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1STEP"
+    waits = waits_of_the_first(KEPT, "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP", last)
+    assert [(reason, *times) for reason, _, *times in waits] == [
+        ("fill", 1.0, 2.0),
+        ("copy", 2.0, 9.0),
+        ("fill", 9.0, 11.0),
     ]
-    assert changes(host) == [(0.0, 0), (1.0, 30), (8.0, 0)]
-    assert timeline.peak_bytes(0) == 180
-    assert timeline.peak_bytes(0, "host") == 30
-    assert timeline.totals.busy_s[0] == 7.0  # making again is computing
-
-
-def test_a_backward_that_waits_for_its_reload_says_so() -> None:
-    program, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", KEPT)
-    found = explain_idle_time(program, timeline, chain(1))
-    waits = [(i.reason, i.waits_for, i.action, i.start_s, i.end_s) for i in found.idle]
-    assert waits == [("copy", "0RELOAD0", "0B0", 2.0, 8.0)]
-    assert [p.action for p in found.path] == ["0F0", "0OFFLOAD0", "0RELOAD0", "0B0", "0B1"]
-    assert [p.kind for p in found.path] == ["compute", "copy", "copy", "compute", "compute"]
-
-
-def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
-    first = "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP"
-    _, found = two_ranks(KEPT, first, "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1STEP")
-    waits = [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0]
-    assert waits == [("fill", 1.0, 2.0), ("copy", 2.0, 9.0), ("fill", 9.0, 11.0)]
     # Copies between a receive and what uses it do not hide what the backward waits for.
     first = "0F0 0SEND_F0>1 0OFFLOAD0 0RECV_B0<1 0RELOAD0 0B0 0STEP"
-    quick = replace(KEPT, offload_s=0.5, reload_s=0.5)
-    _, found = two_ranks(quick, first, "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP")
-    waits = [(i.reason, i.waits_for, i.start_s, i.end_s) for i in found.idle if i.rank == 0]
-    assert waits == [("fill", "0RELOAD0", 1.0, 4.0), ("copy", "0RELOAD0", 4.0, 4.5)]
+    quick, last = replace(KEPT, offload_s=0.5, reload_s=0.5), "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP"
+    expected = [("fill", "0RELOAD0", 1.0, 4.0), ("copy", "0RELOAD0", 4.0, 4.5)]
+    assert waits_of_the_first(quick, first, last) == expected
 
 
 def test_copies_are_drawn() -> None:
-    _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", KEPT)
+    program = parse_program(2, (0,), ("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP",))
+    timeline = simulate(program, chain(1), (KEPT,), alike(1))
     assert {"offload", "reload"} <= {group["name"] for group in pictures([timeline])[0]["groups"]}
     trace = chrome_trace([timeline])["traceEvents"]
     assert {e["name"] for e in trace if e["ph"] == "C"} == {"device memory", "host memory"}

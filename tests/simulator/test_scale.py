@@ -1,7 +1,5 @@
 """Large programs: compiled kernels say what the plain ones do; what loads, and where it may be kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """`pipeloom schedule search` and what it writes: schedules in the language, rows, figures."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from pipeloom.schedules.search.search_schedule import turn_of
 
 STAGE = "[[stage]]\nF = 1\nB = 3\nbytes = 1\n"
 
-
 SPLIT = "[[stage]]\nF = 1\nI = 1.5\nW = 1.5\nbytes = 1\n"
-
 
 STAGES = [STAGE, pytest.param(SPLIT, marks=pytest.mark.slow)]
 TIMES = ("-p", 3, "-F", 1, "-I", 1.5, "-W", 1.5)

@@ -1,9 +1,8 @@
 """The schedule search: what it finds on known shapes, that limits hold, and that bounds are bounds."""
 
-from __future__ import annotations
-
 import random
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -26,9 +25,7 @@ from pipeloom.schedules.search.search_schedule import prove_search
 
 QUICK = SearchOptions(effort=0.2)
 
-
 WITHOUT_EXACT = tuple(name for name in ENGINES if name != "exact")
-
 
 needs_solver = pytest.mark.skipif(
     not solver_installed(), reason="OR-tools, the extra `search`, is not installed"
@@ -119,35 +116,19 @@ def shuffled(asked: SearchProblem, draw: random.Random) -> OrderCandidate:
     return timed(asked, np.array(order, np.int64), "chance")
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
-    """Also where messages wait for each other."""
-    timed_as_simulated(replace(random_case(seed), transfer_s=2.5 * (seed % 2)), seed)
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [(0, ()), (0, ()), (1, (0, 1))],
-        [(0, ()), (1, (0,)), (1, (0,)), (0, (1, 2))],
-        [(1, (1, 2)), (1, (2,)), (0, ())],
-    ],
-    ids=["two are read by one", "one is read by two", "numbered against the flow"],
-)
-def test_messages_leave_in_the_order_in_which_they_are_sent(
-    stages: list[tuple[int, tuple[int, ...]]],
-) -> None:
-    made = [
-        SearchStage(name="", forward_s=1, input_grad_s=1, weight_grad_s=1, after=after, ranks=(rank,))
-        for rank, after in stages
-    ]
-    for seed in range(10):
-        timed_as_simulated(SearchProblem(stages=tuple(made), microbatches=2, transfer_s=2.5), seed)
-
-
 def timed_as_simulated(asked: SearchProblem, seed: int) -> None:
     found = shuffled(asked, random.Random(seed))
     assert proved(asked, found) == pytest.approx(found.step_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
+    """Also where messages wait for each other, and where stages are numbered against the flow."""
+    timed_as_simulated(replace(random_case(seed), transfer_s=2.5 * (seed % 2)), seed)
+    each = {"name": "", "forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1}
+    wired = ((1, (1, 2)), (1, (2,)), (0, ()))
+    stages = tuple(SearchStage(**each, after=after, ranks=(rank,)) for rank, after in wired)
+    timed_as_simulated(SearchProblem(stages=stages, microbatches=2, transfer_s=2.5), seed)
 
 
 @pytest.mark.sampled(3)
@@ -296,26 +277,21 @@ def test_no_bound_is_above_the_optimum_of_many_cases(part: int) -> None:
     assert len(above) >= 42 and -1e-9 <= min(above) and sum(above) / len(above) <= 0.02
 
 
-def never_behind_the_library(seed: int, effort: float) -> None:
-    asked = random_chain(seed)
-    result = search_orders(asked, SearchOptions(effort=effort))
-    keeps_its_limits(result)
-    assert result.best.step_s >= result.progress.bound.seconds - 1e-9
-    for name in fitting(asked) if result.ended != "optimal" else ():
-        known = library_order(asked, name)
-        assert known is None or result.best.step_s <= known.step_s + 1e-9, name
+def parts(count: int, each: int, *how: float) -> list[object]:
+    """Slow cases: seeds in parts of so many, and how they are searched."""
+    starts = range(0, count, each)
+    return [pytest.param(range(n, n + each), *how, marks=pytest.mark.slow) for n in starts]
 
 
-def test_a_chain_is_never_longer_than_the_library() -> None:
-    never_behind_the_library(4, 0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_many_chains_are_never_longer_than_the_library(part: int) -> None:
-    """200 chains in eight parts."""
-    for seed in range(25 * part, 25 * part + 25):
-        never_behind_the_library(seed, 0.03)
+@pytest.mark.parametrize(("seeds", "effort"), [([4], 0.2), *parts(200, 25, 0.03)])
+def test_chains_are_never_longer_than_the_library(seeds: Sequence[int], effort: float) -> None:
+    for asked in map(random_chain, seeds):
+        result = search_orders(asked, SearchOptions(effort=effort))
+        keeps_its_limits(result)
+        assert result.best.step_s >= result.progress.bound.seconds - 1e-9
+        for name in fitting(asked) if result.ended != "optimal" else ():
+            known = library_order(asked, name)
+            assert known is None or result.best.step_s <= known.step_s + 1e-9, name
 
 
 def never_longer_with_more(seed: int, limits: int, effort: float) -> None:
@@ -338,16 +314,10 @@ def never_longer_with_more(seed: int, limits: int, effort: float) -> None:
         assert search_orders(free, options).best.step_s <= shortest * (1 + 1e-9)
 
 
-def test_more_memory_is_never_longer_for_a_chain() -> None:
-    never_longer_with_more(19, 2, 0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_more_memory_is_never_longer_for_many_chains(part: int) -> None:
-    """16 chains in four parts, limits that are no whole micro-batches."""
-    for seed in range(4 * part, 4 * part + 4):
-        never_longer_with_more(seed, 3, 0.02)
+@pytest.mark.parametrize(("seeds", "limits", "effort"), [([19], 2, 0.01), *parts(16, 4, 3, 0.02)])
+def test_more_memory_is_never_longer_for_chains(seeds: Sequence[int], limits: int, effort: float) -> None:
+    for seed in seeds:
+        never_longer_with_more(seed, limits, effort)
 
 
 @pytest.mark.sampled(1)
