@@ -78,9 +78,7 @@ LATE = "with weight version 0"
         (one_f_one_b(3, 6), TIED, Updates(), ""),
     ],
 )
-def test_versions_that_are_kept_and_shared_and_whole_updates(
-    made: Schedule, stages: StageGraph, updates: Updates, words: str
-) -> None:
+def test_versions_that_are_kept_and_shared_and_whole_updates(made, stages, updates, words) -> None:
     if words:
         assert words in refused(made, updates, stages)
     else:

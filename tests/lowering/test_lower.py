@@ -50,9 +50,7 @@ def lowered(name: str, stages: StageGraph, placement: tuple[int, ...], microbatc
         ),
     ],
 )
-def test_pictures(
-    name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, rows: str
-) -> None:
+def test_pictures(name, stages, placement, microbatches, rows) -> None:
     assert lowered(name, stages, placement, microbatches) == rows
 
 

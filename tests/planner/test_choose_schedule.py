@@ -74,18 +74,6 @@ def test_it_is_the_best_of_a_grid(seed: int) -> None:
     assert found.predicted_step_s <= least * (1 + 1e-9)
 
 
-@pytest.mark.slow
-def test_where_nothing_may_be_made_again_it_fits_at_caps_at_which_dawnpiper_does_not() -> None:
-    plan = plans(3, 0.8)
-    for name in ("1f1b", "gis_h"):
-        with pytest.raises(InfeasibleError):
-            plan(name, "dawnpiper", ("offload",))
-    found = plan(None, "pipeoffload", ("offload",), schedules=("1f1b", "gis_h", "1f1b:fit=1"))
-    assert all(peak <= cap for peak, cap in zip(found.peaks, found.caps, strict=True))
-    assert any(stage.offloaded_bytes for stage in found.stages)
-    assert not any(stage.recomputed_bytes for stage in found.stages)
-
-
 def test_a_schedule_with_copies_makes_nothing_again_where_only_offloading_is_allowed() -> None:
     plan = plans(3, None)
     either, alone = (plan("1f1b:offload=1", "exact", allowed) for allowed in (None, ("offload",)))

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from random_ops import cluster_of, op_chain, op_graph, profile_of, search_for
@@ -11,7 +10,7 @@ from trials import examples
 
 from pipeloom.ir.graph import Buffer, OpGraph
 from pipeloom.ir.stages import cut
-from pipeloom.planner.search.cut_search import Search, best_cuts
+from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
@@ -95,11 +94,3 @@ def test_of_equally_fast_cuts_the_one_with_least_traffic():
     value, cuts = search.fastest()
     assert value == 4.0  # the last op alone takes that
     assert cuts[-2:] == (4, 5) and cuts[1] != 3  # which would be as fast, but sends the large value
-
-
-def test_sweep_of_sums():
-    """Minimising a sum instead: lengths squared make equal parts best."""
-    value, cuts = best_cuts(
-        np.arange(7), 3, lambda start, ends, ranks: np.tile((ends - start) ** 2.0, (len(ranks), 1)), np.add
-    )
-    assert (value, cuts) == (12.0, (0, 2, 4, 6))

@@ -90,9 +90,7 @@ def test_down_sets_are_as_many_as_antichains(graph: PieceGraph) -> None:
 
 @settings(max_examples=60)
 @given(piece_graphs(), st.integers(1, 3), st.floats(0.5, 8.0), st.integers(10, 120))
-def test_both_find_the_best_chain_there_is(
-    graph: PieceGraph, stages: int, bandwidth: float, cap: int
-) -> None:
+def test_both_find_the_best_chain_there_is(graph, stages, bandwidth, cap) -> None:
     stages = min(stages, len(graph.seconds))
     machine = Machine(bandwidth, [cap + 5 * stage for stage in range(stages)])
     for planner, value in ((pipedream_graph, value_by_pipedream), (piper, value_by_piper)):

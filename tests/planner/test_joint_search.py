@@ -13,9 +13,11 @@ from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s
 from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.profile import Profile
 from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner import planners
-from pipeloom.planner.joint.estimates import NEAR, CutTimes
+from pipeloom.planner.joint.estimates import CutTimes
 from pipeloom.planner.joint.search_record import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import make_plan
@@ -35,22 +37,24 @@ def cases(quick: int, *seeds: int, few: tuple[str, ...] = FEW) -> pytest.MarkDec
     return pytest.mark.parametrize(("seed", "schedules"), [(quick, few), *whole])
 
 
-@cases(19, 0, 1, 2, 3, 4, 23, 40, 118, 156, 182, few=FEW[:2])
-def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(
-    seed: int, schedules: tuple[str, ...]
-) -> None:
+def under(seed: int, share: float) -> tuple[OpGraph, Profile, Cluster]:
+    """A case whose devices have this share of what 1F1B holds where it keeps all residuals."""
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
     assert free is not None
-    share = random.Random(seed).choice((0.7, 0.9, 1.3))
-    cluster = with_memory(cluster, int(share * max(free.peaks)))
-    made = planned(graph, profile, cluster, "auto", schedules=schedules)
+    return graph, profile, with_memory(cluster, int(share * max(free.peaks)))
+
+
+@cases(19, 0, 1, 2, 3, 4, 23, 40, 118, 156, 182, few=FEW[:2])
+def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed, schedules) -> None:
+    case = under(seed, random.Random(seed).choice((0.7, 0.9, 1.3)))
+    made = planned(*case, "auto", schedules=schedules)
     ways = [*product(PLANNERS_OF_ONE, schedules or SCHEDULES)]
     for planner, schedule in random.Random(seed).sample(ways, 6 if schedules else 60):
-        theirs = planned(graph, profile, cluster, planner, schedule)
+        theirs = planned(*case, planner, schedule)
         assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
     if made is not None:
-        assert PlanCosts(graph, profile, cluster).simulate(made).step_s == pytest.approx(step_s(made))
+        assert PlanCosts(*case).simulate(made).step_s == pytest.approx(step_s(made))
         assert all(peak <= cap for peak, cap in zip(made.peaks, made.caps, strict=True))
         assert all(stage.turn_s < inf for stage in made.stages)
         told = searched_for(made)
@@ -59,22 +63,15 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(
 
 @pytest.mark.slow
 def test_where_no_plan_fits_without_offloading_one_that_offloads_is_found() -> None:
-    graph, profile, cluster = random_case(143)
-    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
-    assert free is not None
-    tight = with_memory(cluster, int(0.7 * max(free.peaks)))
-    named, made = (planned(graph, profile, tight, "auto", name) for name in ("po_f", None))
+    named, made = (planned(*under(143, 0.7), "auto", name) for name in ("po_f", None))
     assert made is not None and any("offload" in stage.values() for stage in made.memory.stages)
     assert step_s(made) <= step_s(named) * (1 + 1e-9)
 
 
 @cases(18, 1, 2, 5, 7, 182, few=FEW[:2])
 def test_a_larger_cap_gives_no_slower_step(seed: int, schedules: tuple[str, ...]) -> None:
-    graph, profile, cluster = random_case(seed)
-    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
-    assert free is not None
-    caps = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if schedules else (0.7, 0.8, 0.95, 1.2))]
-    plans = [planned(graph, profile, with_memory(cluster, cap), "auto", schedules=schedules) for cap in caps]
+    shares = (0.8, 1.2) if schedules else (0.7, 0.8, 0.95, 1.2)
+    plans = [planned(*under(seed, share), "auto", schedules=schedules) for share in shares]
     assert all(step_s(after) <= 1.001 * step_s(before) for before, after in pairwise(plans))
 
 
@@ -98,9 +95,7 @@ def test_one_seed_gives_one_plan_and_unlike_devices_get_the_best_order() -> None
     ("chunks", "weights", "error", "word"),
     [(50, None, PlanError, "at most 5"), (2, "2bw", ConfigError, "--weights")],
 )
-def test_chunks_that_no_schedule_has_are_refused(
-    chunks: int, weights: str | None, error: type[PlanError | ConfigError], word: str
-) -> None:
+def test_chunks_that_no_schedule_has_are_refused(chunks, weights, error, word) -> None:
     graph, profile = random_graph(2, 10, "chain")
     options = PlanOptions(ranks=2, chunks=chunks, weights=weights)
     with pytest.raises(error) as refused:
@@ -136,8 +131,7 @@ def test_a_simpler_plan_may_be_a_little_slower() -> None:
 def test_cuts_near_the_end_of_a_branch_are_moved_there() -> None:
     moved = 0
     for seed in range(30):
-        graph, profile = random_graph(seed, 14, "series-parallel")
-        request = request_for(graph, profile, 2)
+        request = request_for(*random_graph(seed, 14, "series-parallel"), 2)
         search = request.search()
         cuts = CutTimes(search, request.layout, request.microbatches)
         last = len(cuts.points) - 1
@@ -162,29 +156,28 @@ def test_cuts_between_the_places_of_a_large_graph_leave_no_stage_empty() -> None
         assert (np.diff(moved) > 0).all() and moved[0] == 0 and moved[-1] == last
 
 
-def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    graph, profile, cluster = random_case(0)
-    monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
-    made = planned(graph, profile, cluster, "auto", schedules=FEW)
-    assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
-def test_a_limit_that_is_over_before_there_is_a_plan_waits_for_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pipeloom.planner.joint.search.time.monotonic", count(0, 10).__next__)
-    made = planned(*random_case(0), "auto", time_limit=1)
+@pytest.mark.parametrize(
+    ("ended", "what", "how"),
+    [
+        ("interrupted", {}, {"schedules": FEW}),
+        ("time limit", {"time.monotonic": count(0, 10).__next__}, {"time_limit": 1}),
+        ("budget spent", {"BUDGET": 8_000}, {}),
+    ],
+)
+def test_a_search_that_is_cut_short_gives_the_best_so_far(ended, what, how, monkeypatch) -> None:
+    """A limit that is over before there is a plan waits for the first one."""
+    if ended == "interrupted":
+        monkeypatch.setitem(planners.AXES, "cuts", interrupted)
+    for name, value in what.items():
+        monkeypatch.setattr(f"pipeloom.planner.joint.search.{name}", value)
+    made = planned(*random_case(0), "auto", **how)
     told = searched_for(made) if made is not None else None
-    assert told is not None and told["ended"] == "time limit" and sum(told["tried"].values()) == 1
-
-
-def test_a_search_whose_budget_is_spent_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.planner.joint.search.BUDGET", 8_000)
-    made = planned(*random_case(0), "auto")
-    assert made is not None and searched_for(made)["ended"] == "budget spent"  # type: ignore[index]
+    assert told is not None and told["ended"] == ended
+    assert ended != "time limit" or sum(told["tried"].values()) == 1
 
 
 @pytest.mark.parametrize("kind", ["chain", "series-parallel"])

@@ -20,7 +20,7 @@ from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample,
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
 from pipeloom.planner.planners import PLANNERS, make_plan
-from pipeloom.planner.refusals import NoCutFits, passes_caps
+from pipeloom.planner.refusals import NoCutFits
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
 
@@ -57,7 +57,6 @@ def test_a_cap_that_is_passed_by_little_is_printed_with_the_difference() -> None
     need = max(stage.memory.total for stage in make_plan(graph, profile, cluster, how).stages)
     with pytest.raises(InfeasibleError, match="1 B less"):
         make_plan(graph, profile, with_memory(cluster, need - 1), how)
-    assert "1 B less" in passes_caps((0, 1), cluster, "1f1b").message
 
 
 @pytest.mark.parametrize("shared", [False, True])

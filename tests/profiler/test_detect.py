@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -107,9 +106,7 @@ ALLOWED = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
     ("quota", "expected"),
     [("100000 100000", 1), ("50000 100000", 1), ("max 100000", ALLOWED), ("", ALLOWED), (None, ALLOWED)],
 )
-def test_a_quota_of_a_container_counts(
-    quota: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_quota_of_a_container_counts(quota, expected, monkeypatch, tmp_path) -> None:
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(measurement, "QUOTA", tmp_path / "cpu.max")

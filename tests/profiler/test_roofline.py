@@ -90,15 +90,7 @@ LINEAR = {"params": {"w": (32, 128)}}
         ("slice.Tensor", [value("a", 1000)], value("y", 500), {"view": True}, -1e-3, 6000 / 0.25e9, ""),
     ],
 )
-def test_times_by_hand(
-    target: str,
-    inputs: list[Value],
-    out: Value,
-    how: dict[str, object],
-    forward_s: float | None,
-    gradient_s: float | None,
-    saves: str,
-) -> None:
+def test_times_by_hand(target, inputs, out, how, forward_s, gradient_s, saves) -> None:
     """Seconds without the launch. saves: names of values."""
     made = cost(f"aten.{target}", inputs, out, **how)
     if forward_s is not None:

@@ -84,9 +84,7 @@ def test_a_file_with_declared_operations_is_checked(tmp_path: Path) -> None:
         ("import nowhere_to_be_found\n", r"ModuleNotFoundError.*mine\.py:1"),
     ],
 )
-def test_a_mistake_in_a_file_of_ones_own_is_told_with_its_lines(
-    lines: str, word: str, tmp_path: Path
-) -> None:
+def test_a_mistake_in_a_file_of_ones_own_is_told_with_its_lines(lines, word, tmp_path) -> None:
     (file := tmp_path / "mine.py").write_text(lines)
     told = bad(2, "schedule", "show", f"{file}:mine", "-p", "2")
     assert re.search(word, told.replace("\n", "")) and "Traceback" not in told

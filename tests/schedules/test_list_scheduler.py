@@ -56,9 +56,7 @@ def test_a_run_ends_once_it_is_certain_to_take_too_long(within: float) -> None:
     times=st.tuples(*[st.floats(0.2, 2.0)] * 3),
     transfer_s=st.floats(0.01, 3.0),
 )
-def test_orders_are_compared_by_what_the_simulator_says(
-    name: str, ranks: int, rounds: int, times: tuple[float, float, float], transfer_s: float
-) -> None:
+def test_orders_are_compared_by_what_the_simulator_says(name, ranks, rounds, times, transfer_s) -> None:
     s = shape(name, ranks, rounds * ranks, times=times, transfer_s=transfer_s)
     scheduled = make(s, recipes_of(name, s)[0])
     cost, rows = simulated_cost(s, scheduled), scheduled.rows

@@ -1,6 +1,6 @@
 """Pairs: two actions of a rank that run as one unit, such as F of one micro-batch with B of another."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -121,9 +121,7 @@ def by_clock(s: Shape) -> Recipe:
 
 @pytest.mark.parametrize("transfer_s", [0.0, 0.25])
 @pytest.mark.parametrize("order", [in_rows, greedy, by_clock])
-def test_the_list_scheduler_and_the_simulator_agree(
-    order: Callable[[Shape], Recipe], transfer_s: float
-) -> None:
+def test_the_list_scheduler_and_the_simulator_agree(order, transfer_s) -> None:
     cost = replace(equal_costs(1)[0], pair_factor=0.75)
     s = replace(shape_of(4, microbatches=12), costs=(cost,) * 4, transfer_s=lambda source, target: transfer_s)
     made = make(s, order(s))

@@ -193,9 +193,7 @@ def shown(
         pytest.param("v_half", 16, 32, (1.0, 1.4, 0.6, 0.1), 9.0, 144.7, marks=pytest.mark.slow),
     ],
 )
-def test_no_longer_at_the_same_peak(
-    name: str, ranks: int, microbatches: int, times: Profile, peak: float, step_s: float
-) -> None:
+def test_no_longer_at_the_same_peak(name, ranks, microbatches, times, peak, step_s) -> None:
     made = shown(name, ranks, microbatches, times)
     assert made.summary.step_s <= step_s and made.peak <= peak
 
@@ -203,9 +201,7 @@ def test_no_longer_at_the_same_peak(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [4, *(pytest.param(p, marks=pytest.mark.slow) for p in (8, 16))])
 @pytest.mark.parametrize("times", LONG_MESSAGES)
-def test_gis_is_no_longer_than_its_published_variant(
-    ranks: int, times: tuple[float, float, float, float]
-) -> None:
+def test_gis_is_no_longer_than_its_published_variant(ranks, times) -> None:
     """W right behind its I is one of the orders that the family tries."""
     for microbatches in (2 * ranks, 4 * ranks):
         own, joined = (shown(name, ranks, microbatches, times) for name in ("gis:v=4", "gis:v=4,join=1"))

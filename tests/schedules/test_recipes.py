@@ -1,6 +1,5 @@
 """Recipes with mistakes in their rows, and with times of nothing."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.language.shape import Shape, path_clock
+from pipeloom.schedules.language.shape import path_clock
 from pipeloom.schedules.list_scheduler.choose import fastest, order
 from pipeloom.schedules.registry import shape_of
 
@@ -67,9 +66,7 @@ def test_rows_that_block_by_themselves_are_not_blamed_on_limits() -> None:
         (lambda s: Recipe(priority=lambda a: 0, in_flight_stage="2"), "'2'"),  # type: ignore[arg-type]
     ],
 )
-def test_recipes_with_a_mistake_are_refused_with_a_sentence(
-    family: Callable[[Shape], Recipe], word: str
-) -> None:
+def test_recipes_with_a_mistake_are_refused_with_a_sentence(family, word) -> None:
     with pytest.raises(ScheduleError, match=word):
         fastest(shape_of(2, microbatches=2), family)
 

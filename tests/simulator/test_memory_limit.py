@@ -38,9 +38,7 @@ def refused(made: Schedule, cost: StageCost, caps: list[float]) -> str:
         (ONE, COST, [inf] * 3, "3 caps"),
     ],
 )
-def test_the_message_says_what_passes_the_limit_and_what_to_do(
-    made: Schedule, cost: StageCost, caps: list[float], words: str
-) -> None:
+def test_the_message_says_what_passes_the_limit_and_what_to_do(made, cost, caps, words) -> None:
     assert words in refused(made, cost, [cap * MiB for cap in caps])
 
 

@@ -109,9 +109,7 @@ def test_stages_without_ranks_get_some() -> None:
 @pytest.mark.parametrize(
     ("named", "placement"), [((0, None), (0, 1)), ((0, None, 2), (0, 1, 2)), ((2, None, None), (2, 0, 1))]
 )
-def test_no_rank_stays_empty_beside_stages_that_name_theirs(
-    named: tuple[int | None, ...], placement: tuple[int, ...]
-) -> None:
+def test_no_rank_stays_empty_beside_stages_that_name_theirs(named, placement) -> None:
     stages = [{"F": 1, "B": 2} | ({} if rank is None else {"ranks": rank}) for rank in named]
     assert search_schedule({"stage": stages}, 3, ranks=len(named)).schedule.placement == placement
 
