@@ -22,6 +22,7 @@ from pipeloom.profiler import measure_modules
 from pipeloom.profiler.compiled_pieces import piece_signatures, time_piece
 from pipeloom.profiler.measure_op import OpArguments, Timer
 from pipeloom.profiler.measure_ops import measure
+from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture
 
 module = importlib.import_module("pipeloom.profiler.measure_ops")
@@ -308,3 +309,24 @@ def test_modules_of_one_text_that_run_other_kernels_have_costs_of_their_own() ->
     once, often, again = (costs[name] for name in ("1", "2", "3"))
     assert [once.forward_s, again.forward_s] == pytest.approx([often.forward_s / 8] * 2)
     assert often.extra_saved_bytes > once.extra_saved_bytes
+
+
+DROPOUT = ("gpt2", "t5")
+JOBS = {name: nets.job(name) for name in (*nets.FAMILIES, "gpt", "two_encoders")} | {
+    f"{name} with dropout": nets.with_dropout(name) for name in DROPOUT
+}
+
+
+@pytest.mark.sampled("gpt", "convnet")
+@pytest.mark.parametrize("name", JOBS)
+def test_the_table_keeps_what_autograd_keeps(name):
+    captured = capture_of(JOBS[name])
+    measured = measure(captured, batch=JOBS[name].batch(0, 2), budget_s=0.0)
+    estimated = roofline(captured.graph, cpu_cluster(1).devices[0])
+    assert estimated.notes == ()
+    for op in captured.graph.ops:
+        real, table = measured.costs[op.name], estimated.costs[op.name]
+        assert set(table.saves) == set(real.saves), f"{op.name} ({op.target})"
+        assert table.extra_saved_bytes == real.extra_saved_bytes, f"{op.name} ({op.target})"
+        if real.weight_grad_s > 0 and not op.view:
+            assert table.weight_grad_s > 0, f"{op.name} ({op.target})"

@@ -4,6 +4,7 @@ Published (DeepSeek-V3, arXiv 2412.19437): bubble (p/2 - 1)(F&B + B - 3W), at mo
 replica; DualPipeV on p/2 ranks the same.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 
@@ -59,6 +60,19 @@ def test_with_long_input_gradients_it_is_no_worse_than_published(name: str) -> N
     cost = StageCost(forward_s=1, backward_s=2, input_grad_s=1.4, weight_grad_s=0.6, pair_factor=0.9)
     made = made_with(name, 8 if name == "dualpipe" else 4, 16, cost)
     assert max(bubbles(*made)) <= (8 / 2 - 1) * (0.9 * 3 + 2 - 3 * 0.6) + 1e-9
+
+
+@every_name
+def test_pairs_are_f_and_b_of_the_two_stages_of_a_rank(name: str) -> None:
+    m, made = 16, built(name, 4, 16)
+    place = made.placement
+    assert {(a.kind, b.kind) for a, b in made.pairs} == {(F, B)}
+    assert all(a.stage != b.stage and place[a.stage] == place[b.stage] for a, b in made.pairs)
+    counts = Counter(place[a.stage] for a, _ in made.pairs)
+    for rank, row in enumerate(made.rows):
+        kinds = Counter(a.kind for a in row)
+        assert kinds[B] + kinds[I] == kinds[F] == 2 * m and kinds[I] == kinds[W]
+        assert kinds[B] == 2 * m - kinds[I] >= counts[rank] > m  # most backwards hide a forward
 
 
 def test_the_rows_of_two_ranks() -> None:
