@@ -98,9 +98,7 @@ def test_a_whole_file(tmp_path):
         ("[[device]]", "[device]", "TOML"),
         ('switch = "left"', 'switch = "leftt"', "did you mean left?"),
         ('switch = "left"', "switch = 1", "device 1: switch is 1"),
-        ("[switches]", "[switchs]", "did you mean switches?"),
         ("left = { bandwidth", "left = { bandwidt", "left of switches"),
-        ('left = { bandwidth = "13GB" }', "left = 13", "not a table"),
         ('"12GB", latency', "-1.0, latency", "host_link of device 1"),
         (GOOD, "[within_node]\nbandwidth = 1", "no [[device]]"),
         (GOOD, "[[device]]\nname = 'a'\nmemory = 1", "no [within_node]"),
@@ -309,11 +307,8 @@ def little_memory() -> Iterator[None]:
         (f"{MANY} x a100-40", "10000000000 devices"),
         (f"{MANY} nodes of 8 x h100", "80000000000 devices"),
         ("60000 x a100-40 + 60000 x v100-32", "120000 devices"),
-        (f"{MANY} x cpu", "10000000000 devices"),
         (f"{HUGE} x a100-40", "401 digits"),
-        (f"{'9' * 5000} nodes of 2 x a100-40", "5000 digits"),
         (f"2 x a100-40 with {HUGE}GiB", "too large for a size"),
-        (f"2 x a100-40 with {'9' * 5000}", "too large for a size"),
         (f"2 x a100-40 with {'9' * 1_000_001}", "too large for a size"),
     ],
 )
@@ -353,13 +348,7 @@ def test_ranks_on_the_command_line(schedule: str, words: list[str]) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
     with pytest.raises(PlanError, match="100000"):
-        plan(
-            nets.job("skips"),
-            ranks=100_000,
-            microbatch_size=2,
-            cluster="2 x cpu",
-            schedule=schedule,
-        )
+        plan(nets.job("skips"), ranks=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
 
 
 def test_counts_of_several_tables(tmp_path: Path) -> None:
@@ -375,16 +364,12 @@ def test_counts_of_several_tables(tmp_path: Path) -> None:
     "row",
     [
         "memory = VALUE",
-        "host_memory = VALUE",
         "host_memory = [VALUE]",
-        "memory_bytes_per_s = VALUE",
         "launch_s = VALUE",
         "node = VALUE",
         "group = VALUE",
         "flops_per_s = { float32 = VALUE }",
-        "efficiency = { matmul = VALUE }",
         "host_link = { bandwidth = VALUE }",
-        "host_link = { bandwidth = 1, latency_s = VALUE }",
     ],
 )
 def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, value: str) -> None:

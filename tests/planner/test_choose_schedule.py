@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations
 
 import pytest
 from joint_cases import with_memory
@@ -10,13 +9,9 @@ from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import own_search
-from pipeloom.planner.own_search import by_cuts
 from pipeloom.planner.pipeoffload_schedules import pipeoffload_schedules
-from pipeloom.planner.planners import PLANNERS, make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.search.cut_search import Search
-from pipeloom.planner.strategies.dawnpiper import dawnpiper
 
 RANKS, MICROBATCHES = 2, 4
 
@@ -116,25 +111,3 @@ def test_only_the_schedules_that_are_named_are_planned_with(name: str) -> None:
 
     plan = plans(2, None)(None, "pipeoffload", watch=Watch(), schedules=(name,))
     assert plan.schedule == name and tried == {name}
-
-
-@pytest.mark.slow
-def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Search] = []
-
-    def find(search: Search) -> tuple[int, ...]:
-        asked.append(search)
-        return dawnpiper(search)
-
-    plan = by_cuts(find, even=True)
-    # One search more is for caps rounded down: a heuristic may find with less memory what it missed.
-    monkeypatch.setattr(own_search, "_smaller_caps", lambda cluster: iter(()))
-    monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(PLANNERS["dawnpiper-alone"], plan=plan))
-    with pytest.raises(InfeasibleError):
-        plans(5, 0.7)("zb_v", "dawnpiper-alone")
-    failed = [one for one in asked if not dawnpiper(one)]
-    assert len(asked) > len(failed) > 1
-    for one, other in combinations(failed, 2):
-        lower = all(a <= b for a, b in zip(other.caps, one.caps, strict=True))
-        same = one.model is other.model
-        assert not (same and lower and set(other.treatments) <= set(one.treatments)), (one.caps, other.caps)

@@ -154,19 +154,6 @@ def with_slow(request: Request, ranks: tuple[int, ...], *, memory: float = 1.0) 
     return replace(request, profile=profiles, cluster=replace(request.cluster, devices=devices))
 
 
-@pytest.mark.slow
-def test_slow_devices_get_shorter_stages():
-    """Two towers of six ops and a join on two slow devices and two others: 2 and 4 ops take as long."""
-    request = with_slow(towers_of(2, 6), (0, 2))
-    plan = plan_of(request)
-    sizes = [len(stage.ops) for stage in plan.stages]
-    assert sizes[0] < 3 and sizes[2] < 3 and sum(sizes) == 13
-    each = [round(stage.forward_s / size) for stage, size in zip(plan.stages, sizes, strict=True)]
-    assert each == [2, 1, 2, 1]
-    assert float(plan.notes["branches.depth"]) < 4
-    assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
-
-
 def test_stages_that_fit_only_with_residuals_freed_have_a_plan():
     """The first cuts of `graphpipe` are those that keep every residual."""
     graph, cluster = layered(6, rows=16), find_cluster("2 x a100-40 with 1.95GiB")

@@ -93,12 +93,12 @@ def test_infeasible_names_stage_need_cap_and_what_would_do():
     assert under(smallest) and under(100_000, 4)
     # `equal` ignores memory and is refused if its cut does not fit.
     assert [len(s.ops) for s in under(GiB, planner="equal").stages] == [4, 4]
-    for cap, ranks, planner in (
-        (smallest - 1, 2, "exact"),
-        (100_000, 3, "exact"),
-        (smallest - 1, 2, "equal"),
+    for cap, ranks, planner, word in (
+        (smallest - 1, 2, "exact", "into 2 stages"),
+        (100_000, 3, "exact", "into 3 stages"),
+        (smallest - 1, 2, "equal", "1 B less"),
     ):
-        with pytest.raises(InfeasibleError):
+        with pytest.raises(InfeasibleError, match=word):
             under(cap, ranks, planner=planner)
 
 

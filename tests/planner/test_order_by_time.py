@@ -46,12 +46,6 @@ def test_no_order_of_one_cut_ends_planning(name, case):
     assert all(timeline.peak_bytes(rank) <= case[-1] for rank in range(timeline.ranks))
 
 
-@pytest.mark.parametrize("name", ["dawnpiper", "graphpipe", "probe", "balanced"])
-def test_a_schedule_that_never_repeats_is_refused_by_all(name):
-    with pytest.raises(ScheduleError, match="repeat"):
-        planned(("gpipe", "2bw", 1, 8, "chain", 2, 4, 1 << 40), name)
-
-
 @pytest.mark.parametrize(
     ("case", "told"), [(CASES[2], True), (("zb_h1", "2bw", 1, 8, "chain", 2, 4, 1 << 40), False)]
 )

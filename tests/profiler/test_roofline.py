@@ -10,7 +10,6 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost
 from pipeloom.profiler.roofline import UNALIGNED, roofline
-from pipeloom.profiler.rules import RULES
 
 DEVICE = Device(
     name="gpu",
@@ -151,13 +150,6 @@ def test_unknown_ops_are_named():
 def test_a_device_without_rates_is_refused():
     with pytest.raises(ConfigError, match="bare has no flops_per_s"):
         cost("aten.gelu.default", [value("a", 1)], value("y", 1), device=Device(name="bare", memory_bytes=1))
-
-
-def test_every_rule_is_named_once():
-    from pipeloom.profiler import rules
-
-    names = [name for names in rules._TABLE.values() for name in names.split()]
-    assert len(names) == len(set(names)) == len(RULES)
 
 
 def test_recurrent_layers_count_as_products_and_keep_their_gates() -> None:

@@ -20,7 +20,6 @@ from pipeloom.schedules.language import placements
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
-from pipeloom.schedules.list_scheduler import choose
 from pipeloom.schedules.list_scheduler.choose import fastest, make, order
 from pipeloom.schedules.registry import shape_of
 
@@ -53,31 +52,6 @@ def test_a_clock_that_passes_the_limits_is_told_what_to_do() -> None:
         make(s, Recipe(clock=path_clock(s, real=True, kinds="FB"), memory=1))
     assert "period" in (caught.value.hint or "")
     assert make(s, Recipe(clock=path_clock(s, real=True, kinds="FB", period=40.0), memory=1)).peak[1] <= 1
-
-
-def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
-    """Greed starts a long W just before an urgent I arrives: the bubble of a V goes from 3.5 % to 11 %."""
-
-    def bubbles(transfer_s: float) -> tuple[float, float]:
-        costs = equal_costs(16, forward_s=5, input_grad_s=5, weight_grad_s=5)
-        how = {"costs": costs, "transfer_s": lambda source, target: transfer_s}
-        s = registry.shape_of(placement=placements.wave(8), microbatches=32, **how)
-        greedy = Recipe(
-            kinds="FIW",
-            priority=deepest_first(s),
-            memory=8,
-            overlap=1.0,
-            in_flight_stage=lambda stage: 8 if s.chunk[stage] else 15,
-        )
-        recipe = registry.entry("zb_v").recipe
-        assert recipe is not None
-        steps = make(s, greedy).step_s, choose.best(s, recipe(s)).step_s
-        greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
-        return greed, ours
-
-    assert bubbles(0.0) == pytest.approx((0.035, 0.035), abs=0.001)
-    greed, ours = bubbles(0.5)
-    assert greed > 0.10 and ours < 0.052
 
 
 def test_a_filler_waits_for_what_is_on_its_way() -> None:
@@ -180,12 +154,6 @@ def test_entries_that_would_never_get_their_turn(rows: tuple[str, ...], kinds: s
     assert not isinstance(caught.value, DeadlockError)
 
 
-def test_rows_that_block_by_themselves_are_not_blamed_on_limits() -> None:
-    with pytest.raises(DeadlockError, match="rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1") as caught:
-        ordered("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    assert caught.value.hint == "reorder the rows"
-
-
 @pytest.mark.parametrize(
     ("family", "word"),
     [
@@ -215,30 +183,47 @@ def test_limits_may_be_one_number_for_all() -> None:
     assert str(order(s, one)) == str(order(s, each))
 
 
-def test_a_limit_that_binds_is_named() -> None:
-    with pytest.raises(DeadlockError, match="limits block.*rank 0 has 0F1 at hand"):
-        ordered("0F0 0F1 0B0 0B1", LAST, memory=1)
+FULL = ("0F0 0F1 0B0 0B1", LAST)
 
 
-def test_what_before_holds_back_is_not_blamed_on_limits() -> None:
-    recipe = Recipe(priority=lambda a: a.microbatch, before=lambda a, b: a.kind != F and b.kind == F)
-    with pytest.raises(DeadlockError, match="rank 0 at 0F0 is held back by 0B0"):
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            Recipe(rows=parse_rows(("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))),
+            "0B0 needs 1B0; rank 1 at 1F1 needs 0F1",
+        ),
+        (Recipe(rows=parse_rows(FULL), memory=1), "limits block.*rank 0 has 0F1 at hand"),
+        (
+            Recipe(priority=lambda a: a.microbatch, before=lambda a, b: a.kind != F and b.kind == F),
+            "rank 0 at 0F0 is held back by 0B0",
+        ),
+    ],
+    ids=["rows", "a limit", "before"],
+)
+def test_what_blocks_an_order_is_told(recipe: Recipe, words: str) -> None:
+    with pytest.raises(DeadlockError, match=words):
         order(shape_of(2, microbatches=2), recipe)
 
 
 @pytest.mark.parametrize(
-    ("repeat", "kinds", "letter"),
-    [("FB", "FIW", "B"), ("FX", "FIW", "X"), ("fi", "FIW", "f"), ("FW", "FB", "W")],
+    ("repeat", "kinds", "words"),
+    [
+        *(
+            (repeat, kinds, f"the pattern '{repeat}' has '{letter}', but kinds='{kinds}'")
+            for repeat, kinds, letter in (
+                ("FB", "FIW", "B"),
+                ("FX", "FIW", "X"),
+                ("fi", "FIW", "f"),
+                ("FW", "FB", "W"),
+            )
+        ),
+        *(("F", kinds, f"phases with kinds='{kinds}'") for kinds in ("F", "", "BF", "FBIW")),
+    ],
 )
-def test_a_pattern_of_letters_that_stand_for_nothing(repeat: str, kinds: str, letter: str) -> None:
-    with pytest.raises(ScheduleError, match=f"the pattern '{repeat}' has '{letter}', but kinds='{kinds}'"):
+def test_patterns_of_letters_that_stand_for_nothing(repeat: str, kinds: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
         phases(shape_of(2, microbatches=2), warm_up=lambda rank: 1 - rank, repeat=repeat, kinds=kinds)
-
-
-@pytest.mark.parametrize("kinds", ["F", "", "BF", "FBIW"])
-def test_kinds_that_have_no_phases(kinds: str) -> None:
-    with pytest.raises(ScheduleError, match=f"phases with kinds='{kinds}'"):
-        phases(shape_of(2, microbatches=2), warm_up=lambda rank: 1 - rank, repeat="F", kinds=kinds)
 
 
 @pytest.mark.parametrize("free", [(1,), (0, 1, 2)])

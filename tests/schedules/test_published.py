@@ -158,16 +158,6 @@ def test_never_worse_than_1f1b_with_as_much_memory(name: str, peak: float) -> No
 # W are of a rank, shared by its stages; a message takes its time whatever it carries.
 
 Profile = tuple[float, float, float, float]
-LONG_MESSAGES: list[Profile] = [
-    (1.0, 1.2, 0.9, 0.5),
-    (1.0, 0.8, 1.2, 0.2),
-    (1.0, 1.4, 0.6, 0.1),
-    (1.0, 1.0, 1.0, 0.3),
-    (1.0, 0.6, 1.4, 0.05),
-    (1.0, 1.5, 0.5, 0.5),
-    (1.0, 1.1, 0.8, 0.25),
-]
-"""F, I, W and a message."""
 
 
 def shown(
@@ -196,16 +186,6 @@ def shown(
 def test_no_longer_at_the_same_peak(name, ranks, microbatches, times, peak, step_s) -> None:
     made = shown(name, ranks, microbatches, times)
     assert made.summary.step_s <= step_s and made.peak <= peak
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("ranks", [4, *(pytest.param(p, marks=pytest.mark.slow) for p in (8, 16))])
-@pytest.mark.parametrize("times", LONG_MESSAGES)
-def test_gis_is_no_longer_than_its_published_variant(ranks, times) -> None:
-    """W right behind its I is one of the orders that the family tries."""
-    for microbatches in (2 * ranks, 4 * ranks):
-        own, joined = (shown(name, ranks, microbatches, times) for name in ("gis:v=4", "gis:v=4,join=1"))
-        assert own.summary.step_s <= joined.summary.step_s * (1 + 2e-3) and own.peak <= joined.peak
 
 
 def test_the_shortest_span_instead_of_the_shortest_step() -> None:

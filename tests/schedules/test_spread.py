@@ -68,6 +68,8 @@ def test_shared_parameters_are_summed_and_others_are_not() -> None:
     shared, placement = spread(one, (0, (1, 2)))
     assert dict(shared.tied) == {"b": (1, 2)} and placement == (0, 1, 2)
     assert spread(one, (0, (1, 2)), shared=False)[0].tied == {}
+    graph, _ = spread(dag(2, [(0, 1)], value_bytes=40), ((0, 1, 2), 3))
+    assert [v.bytes for v in graph.between[0, 1]] == [16]  # 10 rows in three parts, rounded up
 
 
 def test_shards_know_where_they_come_from() -> None:
@@ -83,11 +85,6 @@ def test_times_of_the_command_line_are_those_of_the_stages(tmp_path: Path) -> No
     file.write_text(ENTRY)
     words = ("-p", "4", "-m", "2", "-F", "1,2,1", "-T", "0.5,0.5")
     assert figures("schedule", "show", f"{file}:experts", *words)["rows"][2] == "3F0 3F1 3B0 3B1"
-
-
-def test_each_rank_sends_its_part() -> None:
-    graph, _ = spread(dag(2, [(0, 1)], value_bytes=40), ((0, 1, 2), 3))
-    assert [v.bytes for v in graph.between[0, 1]] == [16]  # 10 rows in three parts, rounded up
 
 
 @pytest.mark.parametrize("table", [(0, 1), (0, (1, 1), 2), (0, (), 1), (0, (-1, 2), 1)])
@@ -147,8 +144,5 @@ def test_an_order_by_a_clock_holds_all_ranks_of_a_stage_together() -> None:
     stages, made = wide(limit=4.0)
     rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).rows
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=rows), stages)
-
-
-def test_limits_must_be_as_many_as_ranks() -> None:
     with pytest.raises(ScheduleError, match="3 limits for 4 ranks"):
         make(wide(limit=(1.0, 2.0, 3.0))[1], Recipe(priority=lambda a: a.microbatch))

@@ -114,18 +114,6 @@ def test_a_slow_rank_is_named_and_gets_no_more_than_its_share() -> None:
     assert sum(p.end_s - p.start_s for p in found.path if p.rank == 2) >= 31 * 6.0
 
 
-def test_transfers_are_told_from_waiting_for_work() -> None:
-    _, _, found = step("forward_only", ranks=2, microbatches=1, latency_s=2.5)
-    assert [(p.kind, p.action, p.rank, p.to_rank) for p in found.path] == [
-        ("compute", "0F0", 0, -1),
-        ("transfer", "0SEND_F0>1", 0, 1),
-        ("compute", "1F0", 1, -1),
-    ]
-    _, _, found = step("1f1b", ranks=2, microbatches=4, latency_s=2.5)
-    first = [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0][:3]
-    assert first == [("transfer", 2.0, 3.5), ("fill", 3.5, 6.5), ("transfer", 6.5, 9.0)]
-
-
 TWO = parse_program(2, (0, 1), ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1"))
 
 

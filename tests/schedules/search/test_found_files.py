@@ -160,11 +160,6 @@ def test_too_little_memory_names_the_rank() -> None:
         search_schedule({"stage": [{"F": 1, "B": 2, "bytes": 2, "ranks": 0}]}, 2, memory="1")
 
 
-def test_sizes_are_printed_as_they_are_given(tmp_path: Path) -> None:
-    stages = chain(tmp_path, STAGE.replace("bytes = 1", 'bytes = "2GiB"'), 1)
-    assert "at most 2.0 GiB\n" in good("schedule", "search", stages, "-m", 2)
-
-
 def test_a_file_has_to_end_in_what_can_be_written(tmp_path: Path) -> None:
     wrong = bad(2, "schedule", "search", chain(tmp_path, STAGE, 2), "-o", tmp_path / "found.json")
     assert "end the name in .py or .txt" in wrong
