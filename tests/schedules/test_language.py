@@ -183,17 +183,17 @@ def test_limits_may_be_one_number_for_all() -> None:
     assert str(order(s, one)) == str(order(s, each))
 
 
-FULL = ("0F0 0F1 0B0 0B1", LAST)
+BLOCKED = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
 
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
+        (Recipe(rows=parse_rows(BLOCKED)), "rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),
         (
-            Recipe(rows=parse_rows(("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))),
-            "0B0 needs 1B0; rank 1 at 1F1 needs 0F1",
+            Recipe(rows=parse_rows(("0F0 0F1 0B0 0B1", LAST)), memory=1),
+            "limits block.*rank 0 has 0F1 at hand",
         ),
-        (Recipe(rows=parse_rows(FULL), memory=1), "limits block.*rank 0 has 0F1 at hand"),
         (
             Recipe(priority=lambda a: a.microbatch, before=lambda a, b: a.kind != F and b.kind == F),
             "rank 0 at 0F0 is held back by 0B0",
@@ -209,15 +209,10 @@ def test_what_blocks_an_order_is_told(recipe: Recipe, words: str) -> None:
 @pytest.mark.parametrize(
     ("repeat", "kinds", "words"),
     [
-        *(
-            (repeat, kinds, f"the pattern '{repeat}' has '{letter}', but kinds='{kinds}'")
-            for repeat, kinds, letter in (
-                ("FB", "FIW", "B"),
-                ("FX", "FIW", "X"),
-                ("fi", "FIW", "f"),
-                ("FW", "FB", "W"),
-            )
-        ),
+        ("FB", "FIW", "the pattern 'FB' has 'B', but kinds='FIW'"),
+        ("FX", "FIW", "has 'X'"),
+        ("fi", "FIW", "has 'f'"),
+        ("FW", "FB", "has 'W', but kinds='FB'"),
         *(("F", kinds, f"phases with kinds='{kinds}'") for kinds in ("F", "", "BF", "FBIW")),
     ],
 )
