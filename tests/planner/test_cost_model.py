@@ -258,16 +258,15 @@ SIZES = (
 MICROBATCHES = 8
 
 
-def forwards(footprint: Footprint[float], options: CostOptions, in_flight: int) -> Iterator[float]:
+def forwards(one: Footprint[float], options: CostOptions, in_flight: int) -> Iterator[float]:
     """Bytes of each forward that stands in front of the first backward, counted message by message."""
+    ahead, at_once = options.receive_ahead, options.offloaded_at_once
     for begun in range(1, in_flight + 1):
-        kept = begun * footprint.residuals + min(begun, options.offloaded_at_once) * footprint.offloaded
-        with_buffers = begun if footprint.saved_inputs else 1
-        posted = min(begun + options.receive_ahead, MICROBATCHES) - begun
-        gradients = min(options.receive_ahead, MICROBATCHES) * footprint.sent_grads
-        leaving = footprint.sent + max(footprint.sent, footprint.received_grads)
-        messages = (with_buffers + posted) * footprint.received + gradients + leaving
-        yield footprint.parameters + footprint.buffers + kept + messages + footprint.forward_transient
+        kept = begun * one.residuals + min(begun, at_once) * one.offloaded
+        buffers = (begun if one.saved_inputs else 1) + min(begun + ahead, MICROBATCHES) - begun
+        messages = buffers * one.received + min(ahead, MICROBATCHES) * one.sent_grads
+        leaving = one.sent + max(one.sent, one.received_grads)
+        yield one.parameters + one.buffers + kept + messages + leaving + one.forward_transient
 
 
 @given(

@@ -41,7 +41,6 @@ def under(seed: int, share: float) -> tuple[OpGraph, Profile, Cluster]:
     """A case whose devices have this share of what 1F1B holds where it keeps all residuals."""
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
-    assert free is not None
     return graph, profile, with_memory(cluster, int(share * max(free.peaks)))
 
 
@@ -118,7 +117,6 @@ def test_a_simpler_plan_may_be_a_little_slower() -> None:
         made = planned(
             graph, profile, cluster_of(2), "auto", schedules=("1f1b", "zb_v"), simpler_within=within
         )
-        assert made is not None
         assert not stages or step_s(made) <= (1 + within) * stages[0][1]
         stages.append((len(made.stages), step_s(made), made.schedule))
         told = searched_for(made)

@@ -16,9 +16,7 @@ from pipeloom.simulator.summary import summarise
 
 
 def recipes_of(name: str, s: Shape) -> list[Recipe]:
-    family = registry.entry(name).recipe
-    assert family is not None
-    made = family(s)
+    made = registry.entry(name).recipe(s)
     return [made] if isinstance(made, Recipe) else list(made)
 
 

@@ -56,14 +56,9 @@ def sized(**more: object) -> StageCost:
 def test_memory_of_one_stage() -> None:
     costs = (sized(transient_bytes={"F": 7, "B": 9, "STEP": 5}, step_s=1.0),)
     timeline = step("gpipe", chain(1), 2, costs)
-    assert memory(0, timeline) == [
-        (0.0, 2107),  # F0
-        (1.0, 2207),  # F1
-        (2.0, 2209),  # B0
-        (4.0, 2109),  # B1
-        (6.0, 2005),  # STEP
-        (7.0, 2000),
-    ]
+    # From F0, F1, B0, B1 and STEP on, and at the end.
+    sizes = [2107, 2207, 2209, 2109, 2005, 2000]
+    assert memory(0, timeline) == list(zip((0.0, 1.0, 2.0, 4.0, 6.0, 7.0), sizes, strict=True))
     held = {kind: size for kind, size in timeline.peaks[0].items() if size}
     assert held == {"parameters": 1000, "gradients": 1000, "residuals": 200, "transient": 9}
     halves = step("gpipe", chain(1), 1, (sized(),), split=True)  # less between I and W
@@ -75,27 +70,17 @@ def test_memory_of_one_stage() -> None:
 def test_memory_of_messages() -> None:
     """Values of 4 bytes; a transfer takes 1 s; one receive posted ahead."""
     timeline = step("gpipe", chain(2), 1, where=alike(2, 4.0), receive_ahead=1)
-    assert memory(0, timeline) == [
-        (0.0, 8),  # F0 makes 4, and a buffer for the gradient is posted
-        (2.0, 4),  # the output is through
-        (8.0, 0),  # B0 is over
-    ]
-    assert memory(1, timeline) == [
-        (0.0, 4),  # a buffer for the input is posted
-        (3.0, 8),  # B0 makes the gradient
-        (5.0, 4),  # B0 is over, and so is its input
-        (6.0, 0),  # the gradient is through
-    ]
+    # F0 makes 4, and a buffer for the gradient is posted; the output is through; B0 is over.
+    assert memory(0, timeline) == [(0.0, 8), (2.0, 4), (8.0, 0)]
+    # A buffer is posted; B0 makes the gradient; B0 is over, and so is its input; the gradient is through.
+    assert memory(1, timeline) == [(0.0, 4), (3.0, 8), (5.0, 4), (6.0, 0)]
     assert [p["boundary"] for p in timeline.peaks] == [8, 8]
 
 
 def test_neighbours_on_one_rank_share_one_copy() -> None:
-    assert memory(0, simulated(registry.build("gpipe", chain(2), (0, 0), 1))) == [
-        (0.0, 4),  # 0F0 makes the value
-        (2.0, 8),  # 1B0 makes its gradient
-        (4.0, 4),  # 1B0 is over: the value goes
-        (6.0, 0),  # 0B0 is over: the gradient goes
-    ]
+    """0F0 makes the value and 1B0 its gradient; the value goes at the end of 1B0, its gradient of 0B0."""
+    timeline = simulated(registry.build("gpipe", chain(2), (0, 0), 1))
+    assert memory(0, timeline) == [(0.0, 4), (2.0, 8), (4.0, 4), (6.0, 0)]
 
 
 def test_summary() -> None:
