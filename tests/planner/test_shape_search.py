@@ -1,5 +1,6 @@
 """The closed form against a brute force that goes over every shape, stage and link one by one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -23,24 +24,23 @@ from pipeloom.planner.shape_search import (
 
 
 class BruteForce:
-    """The formulas of `shape_search`, stage by stage, in plain Python."""
+    """The formulas of `shape_search`, stage by stage and link by link."""
 
     def __init__(self, request: ShapeRequest, shape: PipelineShape) -> None:
         self.request, self.shape, self.costs = request, shape, request.costs
         self.m = request.global_batch // (shape.width * shape.microbatch_size)
-        self.stages = range(shape.depth)
+        self.stages, self.blocks = range(shape.depth), -(-self.costs.blocks // shape.depth)
 
     def pieces(self, stage: int) -> list[tuple[int, PieceCost]]:
-        per_stage = -(-self.costs.blocks // self.shape.depth)
-        front = [(1, self.costs.front)] if stage == 0 else []
-        rear = [(1, self.costs.rear)] if stage == self.shape.depth - 1 else []
-        return [*front, (per_stage, self.costs.block), *rear]
+        front = [(1, self.costs.front)] * (stage == 0)
+        rear = [(1, self.costs.rear)] * (stage == self.shape.depth - 1)
+        return [*front, (self.blocks, self.costs.block), *rear]
+
+    def sum(self, stage: int, read: Callable[[PieceCost], float]) -> float:
+        return sum(count * read(piece) for count, piece in self.pieces(stage))
 
     def at(self, figure: Affine) -> float:
         return max(0.0, figure.constant + figure.per_row * self.shape.microbatch_size)
-
-    def rank(self, stage: int, replica: int) -> int:
-        return stage * self.shape.width + replica
 
     def slowest(self, pairs: list[tuple[int, int]], flows: int) -> tuple[float, float]:
         """Latency and seconds per byte."""
@@ -57,31 +57,22 @@ class BruteForce:
     def edge_s(self) -> float:
         width, nodes = self.shape.width, [d.node for d in self.request.cluster.devices]
         flows = min(width, max(nodes.count(node) for node in nodes))
-        pairs = [
-            (self.rank(s, r), self.rank(s + 1, r))
-            for s in self.stages
-            if s + 1 in self.stages
-            for r in range(width)
-        ]
+        pairs = [(s * width + r, (s + 1) * width + r) for s in self.stages[:-1] for r in range(width)]
         latency, per_byte = self.slowest(pairs, flows)
         return 2 * (latency + self.at(self.costs.input_bytes) * per_byte)
 
     def turn_s(self, stage: int) -> float:
-        seconds = sum(n * (self.at(p.forward_s) + self.at(p.backward_s)) for n, p in self.pieces(stage))
-        if self.shape.recompute:
-            seconds += -(-self.costs.blocks // self.shape.depth) * self.at(self.costs.block.forward_s)
-        edges = (stage > 0) + (stage < self.shape.depth - 1)
-        return seconds + edges * self.edge_s()
+        seconds = self.sum(stage, lambda piece: self.at(piece.forward_s) + self.at(piece.backward_s))
+        again = self.shape.recompute * self.blocks * self.at(self.costs.block.forward_s)
+        return seconds + again + ((stage > 0) + (stage < self.shape.depth - 1)) * self.edge_s()
 
     def trained(self, stage: int) -> float:
-        return sum(n * p.trained_bytes for n, p in self.pieces(stage))
+        return self.sum(stage, lambda piece: piece.trained_bytes)
 
     def exchange_s(self) -> float:
         width = self.shape.width
-        if width == 1:
-            return 0.0
-        pairs = [(self.rank(s, r), self.rank(s, (r + 1) % width)) for s in self.stages for r in range(width)]
-        latency, per_byte = self.slowest(pairs, 1)
+        pairs = [(s * width + r, s * width + (r + 1) % width) for s in self.stages for r in range(width)]
+        latency, per_byte = self.slowest(pairs, 1) if width > 1 else (0.0, 0.0)
         return 2 * (width - 1) * (latency + max(map(self.trained, self.stages)) / width * per_byte)
 
     def optimizer_s(self, stage: int) -> float:
@@ -94,29 +85,24 @@ class BruteForce:
             turn = max(self.turn_s(s) + self.optimizer_s(s) / m for s in self.stages)
             return shape.width * shape.microbatch_size / max(turn, self.exchange_s() / m)
         batch_s = (m + shape.depth - 1) * max(map(self.turn_s, self.stages))
-        return self.request.global_batch / (
-            batch_s + self.exchange_s() + max(map(self.optimizer_s, self.stages))
-        )
-
-    def in_flight(self, stage: int) -> int:
-        return {
-            "2bw": self.shape.depth - stage,
-            "flush": min(self.m, self.shape.depth - stage),
-            "gpipe": self.m,
-        }[self.request.pipelining]
+        after_s = self.exchange_s() + max(map(self.optimizer_s, self.stages))
+        return self.request.global_batch / (batch_s + after_s)
 
     def stage_bytes(self, stage: int) -> float:
         shape, request, asynchronous = self.shape, self.request, self.request.pipelining == "2bw"
-        q, pieces = self.in_flight(stage), self.pieces(stage)
+        behind = shape.depth - stage
+        in_flight = {"2bw": behind, "flush": min(self.m, behind), "gpipe": self.m}[request.pipelining]
         sets = 2 if asynchronous and shape.width > 1 else 1
-        total = (1 + asynchronous) * sum(n * p.parameter_bytes for n, p in pieces)
+        total = (1 + asynchronous) * self.sum(stage, lambda piece: piece.parameter_bytes)
         total += (sets + request.optimizer_bytes) * self.trained(stage)
         total += (1 + asynchronous) * self.m * self.at(self.costs.batch_bytes)
-        total += q * self.at(self.costs.input_bytes)
-        for count, piece in pieces:
+        total += in_flight * self.at(self.costs.input_bytes)
+
+        def kept(piece: PieceCost) -> float:
             again = shape.recompute and piece is self.costs.block
-            total += (1 if again else q) * count * self.at(piece.residual_bytes)
-        return total
+            return (1 if again else in_flight) * self.at(piece.residual_bytes)
+
+        return total + self.sum(stage, kept)
 
     def memory(self) -> float:
         return max(map(self.stage_bytes, self.stages))
@@ -139,21 +125,17 @@ AMOUNT = st.integers(0, 40).map(float)
 AFFINE = st.builds(Affine, AMOUNT, AMOUNT)
 
 
+def piece(forward: Affine, backward: Affine, residuals: Affine, trained: float, frozen: float) -> PieceCost:
+    bytes_ = {"residual_bytes": residuals, "parameter_bytes": trained + frozen, "trained_bytes": trained}
+    return PieceCost(forward_s=forward, backward_s=backward, **bytes_)
+
+
+PIECE = st.builds(piece, AFFINE, AFFINE, AFFINE, AMOUNT, AMOUNT)
+LINK = st.builds(Link, bandwidth_bytes_per_s=st.integers(1, 50).map(lambda n: n / 2), latency_s=AMOUNT)
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> ShapeRequest:
-    def piece() -> PieceCost:
-        trained = draw(AMOUNT)
-        return PieceCost(
-            forward_s=draw(AFFINE),
-            backward_s=draw(AFFINE),
-            residual_bytes=draw(AFFINE),
-            parameter_bytes=trained + draw(AMOUNT),
-            trained_bytes=trained,
-        )
-
-    def link() -> Link:
-        return Link(bandwidth_bytes_per_s=draw(st.integers(1, 50)) / 2, latency_s=draw(AMOUNT) / 4)
-
     nodes, each = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (1, 6), (2, 2), (2, 3), (2, 4), (3, 2)]))
     cap, rate, pairs = draw(st.integers(100, 6000)), draw(AMOUNT), each % 2 == 0 and draw(st.booleans())
     devices = tuple(
@@ -166,22 +148,22 @@ def requests(draw: st.DrawFn) -> ShapeRequest:
         )
         for rank in range(nodes * each)
     )
-    block = replace(piece(), forward_s=Affine(1.0, draw(AMOUNT)))
+    block = replace(draw(PIECE), forward_s=Affine(1.0, draw(AMOUNT)))
     return ShapeRequest(
         costs=BlockCosts(
             blocks=draw(st.integers(2, 9)),
-            front=piece(),
+            front=draw(PIECE),
             block=block,
-            rear=piece(),
+            rear=draw(PIECE),
             input_bytes=draw(AFFINE),
             batch_bytes=draw(AFFINE),
         ),
         cluster=Cluster(
             devices=devices,
-            within_node=link(),
-            between_nodes=link() if nodes > 1 else None,
-            groups={f"pair {pair}": link() for pair in range(nodes * each // 2)} if pairs else {},
-            node_link=link() if nodes > 1 and draw(st.booleans()) else None,
+            within_node=draw(LINK),
+            between_nodes=draw(LINK) if nodes > 1 else None,
+            groups={f"pair {pair}": draw(LINK) for pair in range(nodes * each // 2)} if pairs else {},
+            node_link=draw(LINK) if nodes > 1 and draw(st.booleans()) else None,
         ),
         global_batch=draw(st.sampled_from([1, 2, 6, 8, 12, 16, 24])),
         pipelining=draw(st.sampled_from(["2bw", "flush", "gpipe"])),
