@@ -1,4 +1,4 @@
-"""make_plan from graph to plan file, and what it refuses."""
+"""make_plan from graph to plan file, what it refuses, and the rows of a plan's table."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 from random_ops import op_chain
 from small import alike
 
-from pipeloom.ir.cluster import Cluster, Device, GiB
+from pipeloom.ir.cluster import Cluster, Device, GiB, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.plan import Plan, StagePlan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.planner.plan_table import plan_rows
 from pipeloom.planner.planners import make_plan
@@ -118,3 +118,36 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
     found = [(row.reads, row.depth) for row in plan_rows(made, towers)]
     assert found == [((), 3), ((0,), 2), ((), 3), ((2,), 2), ((1, 3), 1)]
     assert {row.depth for row in plan_rows(made)} == {None}
+
+
+ALONE = Device(name="card", memory_bytes=1, host_link=Link(bandwidth_bytes_per_s=10.0))
+WITHIN = Link(bandwidth_bytes_per_s=1.0)
+SHARED = {"s": Link(bandwidth_bytes_per_s=10.0)}
+
+
+def loads(*bytes_per_stage: int, devices: tuple[Device, ...]) -> list[tuple[float | None, ...]]:
+    """Of each stage k, use of the link, and stages of its rank that may leave whole."""
+    stages = tuple(
+        StagePlan(ops=(f"op{n}",), forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, kept_bytes=size)
+        for n, size in enumerate(bytes_per_stage)
+    )
+    how = {"graph": "g", "planner": "hand", "schedule": "", "schedule_rows": (), "microbatches": 1}
+    placement = tuple(n % len(devices) for n in range(len(stages)))
+    rows = plan_rows(
+        Plan(stages=stages, placement=placement, **how),  # type: ignore[arg-type]
+        cluster=Cluster(devices=devices, within_node=WITHIN, switches=SHARED),
+    )
+    return [(row.offload_ratio, row.link_use, row.offloadable_stages) for row in rows]
+
+
+def test_a_link_of_its_own_is_used_half_of_k_and_one_shared_by_two_all_of_it() -> None:
+    """3 s and 4 s of copies beside 6 s of work: one stage of each rank may leave."""
+    assert loads(30, 30, devices=(ALONE,) * 2) == [(2.0, 1.0, 1)] * 2
+    found = loads(15, 15, 20, 20, devices=(replace(ALONE, switch="s"),) * 2)
+    assert found == [(1.0, 1.0, 1)] * 2 + [pytest.approx((4 / 3, 4 / 3, 1))] * 2
+
+
+def test_directions_may_differ_and_a_device_without_a_link_has_no_ratio() -> None:
+    slow_back = replace(ALONE, host_link_back=Link(bandwidth_bytes_per_s=5.0))
+    found = loads(15, 15, devices=(slow_back, replace(ALONE, host_link=None)))
+    assert found == [(1.5, 1.0, 1), (None, None, None)]
