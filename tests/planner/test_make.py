@@ -120,34 +120,27 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
     assert {row.depth for row in plan_rows(made)} == {None}
 
 
-ALONE = Device(name="card", memory_bytes=1, host_link=Link(bandwidth_bytes_per_s=10.0))
-WITHIN = Link(bandwidth_bytes_per_s=1.0)
-SHARED = {"s": Link(bandwidth_bytes_per_s=10.0)}
+LINK = Link(bandwidth_bytes_per_s=10.0)
+ALONE = Device(name="card", memory_bytes=1, host_link=LINK)
 
 
-def loads(*bytes_per_stage: int, devices: tuple[Device, ...]) -> list[tuple[float | None, ...]]:
-    """Of each stage k, use of the link, and stages of its rank that may leave whole."""
-    stages = tuple(
-        StagePlan(ops=(f"op{n}",), forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, kept_bytes=size)
-        for n, size in enumerate(bytes_per_stage)
-    )
-    how = {"graph": "g", "planner": "hand", "schedule": "", "schedule_rows": (), "microbatches": 1}
+def loads(*sizes: int, devices: tuple[Device, ...]) -> list[tuple[float | None, ...]]:
+    """Of stages that keep so many bytes k, use of the link, and stages of the rank that may leave whole."""
+    each = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0}
+    stages = tuple(StagePlan(ops=(f"op{n}",), **each, kept_bytes=size) for n, size in enumerate(sizes))
     placement = tuple(n % len(devices) for n in range(len(stages)))
-    rows = plan_rows(
-        Plan(stages=stages, placement=placement, **how),  # type: ignore[arg-type]
-        cluster=Cluster(devices=devices, within_node=WITHIN, switches=SHARED),
-    )
+    how = {"graph": "g", "planner": "hand", "schedule": "", "schedule_rows": (), "microbatches": 1}
+    cluster = Cluster(devices=devices, within_node=LINK, switches={"s": LINK})
+    rows = plan_rows(Plan(stages=stages, placement=placement, **how), cluster=cluster)
     return [(row.offload_ratio, row.link_use, row.offloadable_stages) for row in rows]
 
 
-def test_a_link_of_its_own_is_used_half_of_k_and_one_shared_by_two_all_of_it() -> None:
-    """3 s and 4 s of copies beside 6 s of work: one stage of each rank may leave."""
+def test_k_is_the_ratio_of_copying_to_computing() -> None:
+    """3 s and 4 s of copies beside 6 s of work: one stage of each rank may leave. A link of its own is used
+    half of k, one that two share all of it."""
     assert loads(30, 30, devices=(ALONE,) * 2) == [(2.0, 1.0, 1)] * 2
     found = loads(15, 15, 20, 20, devices=(replace(ALONE, switch="s"),) * 2)
     assert found == [(1.0, 1.0, 1)] * 2 + [pytest.approx((4 / 3, 4 / 3, 1))] * 2
-
-
-def test_directions_may_differ_and_a_device_without_a_link_has_no_ratio() -> None:
     slow_back = replace(ALONE, host_link_back=Link(bandwidth_bytes_per_s=5.0))
     found = loads(15, 15, devices=(slow_back, replace(ALONE, host_link=None)))
     assert found == [(1.5, 1.0, 1), (None, None, None)]

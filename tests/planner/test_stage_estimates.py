@@ -35,9 +35,8 @@ def whole_stage(model: Callable[[], nn.Module]) -> Parts:
         model=model, batch=lambda seed, size: {"x": torch.rand(size, 4)}, loss=lambda outputs, batch: outputs
     )
     captured = capture_of(job, 2)
-    return parts_of(
-        captured, model_of(captured.graph, 1), cut(captured.graph, even(captured.graph, 1)), 0, {}
-    )
+    graph = captured.graph
+    return parts_of(captured, model_of(graph, 1), cut(graph, even(graph, 1)), 0, {})
 
 
 @pytest.mark.sampled(5)
