@@ -50,16 +50,12 @@ class Case:
 def named(stages: StageGraph, *, tied: bool) -> StageGraph:
     """Two parameters of its own for each stage of the model; the first and the last share an embedding."""
     ends = {stages.origin(0), stages.origin(stages.cuts - 1)}
-    return replace(
-        stages,
-        params=tuple(
-            (
-                *(("wte",) if tied and stages.origin(s) in ends else ()),
-                *(f"{stages.origin(s)}.{n}" for n in "ab"),
-            )
-            for s in range(len(stages.stages))
-        ),
-    )
+
+    def own(stage: int) -> tuple[str, ...]:
+        origin = stages.origin(stage)
+        return (*(["wte"] if tied and origin in ends else []), f"{origin}.a", f"{origin}.b")
+
+    return replace(stages, params=tuple(own(stage) for stage in range(len(stages.stages))))
 
 
 def of_library(name: str, *, tied: bool = True) -> Case:
@@ -70,35 +66,17 @@ def of_library(name: str, *, tied: bool = True) -> Case:
     return Case(program, stages, None, sums_of(stages, placement))
 
 
-def steady(
-    policy: str,
-    *,
-    name: str = "1f1b",
-    ranks: int = 3,
-    width: int = 1,
-    tied: bool = False,
-    shards: bool = False,
-    clips: bool = False,
-) -> Case:
+def steady(policy: str, *, name="1f1b", ranks=3, width=1, tied=False, shards=False, clips=False) -> Case:
     """`width` pipelines side by side, which may share out the optimizer's state."""
     shape, placement = registry.default_placement(name, ranks)
-    if policy == FLUSH:
-        body: object = registry.build(name, shape, placement, EVERY)
-    else:
-        updates = Updates(policy=policy, every=EVERY)
-        body = build_steady(name, named(shape, tied=tied), placement, updates)
-    one = Plan(
-        graph="",
-        planner="",
-        stages=tuple(StagePlan(ops=stage.ops) for stage in shape.stages),
-        placement=placement,
-        schedule=name,
-        schedule_rows=tuple(str(body).splitlines()),
-        microbatches=EVERY,
-        weights=policy,
-    )
+    whole, updates = named(shape, tied=tied), None if policy == FLUSH else Updates(policy=policy, every=EVERY)
+    flushed = registry.build(name, shape, placement, EVERY)
+    body = build_steady(name, whole, placement, updates) if updates else flushed
+    parts = tuple(StagePlan(ops=stage.ops) for stage in shape.stages)
+    how = {"graph": "", "planner": "", "placement": placement, "schedule": name, "microbatches": EVERY}
+    one = Plan(stages=parts, schedule_rows=tuple(str(body).splitlines()), weights=policy, **how)
     plan = widened(one, width)
-    stages = plan.replicated(named(shape, tied=tied))
+    stages = plan.replicated(whole)
     sizes = {name: 4 for names in stages.params for name in names}
     shares = optimizer_shares(stages, plan.placement, sizes) if shards else ()
     updates = None if policy == FLUSH else plan.updates

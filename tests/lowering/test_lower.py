@@ -19,9 +19,7 @@ from pipeloom.schedules import registry
 BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))
 
 
-def lowered(
-    name: str, microbatches: int, stages: StageGraph | None = None, policy: MemoryPolicy = KEEP_ALL
-) -> str:
+def lowered(name: str, microbatches: int, stages: StageGraph | None = None, policy=KEEP_ALL) -> str:
     """A name may end in " split"."""
     family, _, split = name.partition(" ")
     stages = stages or chain(2)

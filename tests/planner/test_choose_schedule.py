@@ -30,9 +30,7 @@ def plans(seed: int, share: float | None, **host: float):
     1f1b holds without one."""
     model = random_model(seed, 12, host_bytes_per_s=40.0 * 4 ** (seed % 3), **host)
 
-    def plan(
-        schedule: str | None, strategy: str, treatments=None, memory: int = 1 << 40, watch=None, **how
-    ) -> Plan:
+    def plan(schedule, strategy: str, treatments=None, memory: int = 1 << 40, watch=None, **how) -> Plan:
         cluster = with_memory(replace(model.cluster, devices=model.cluster.devices[:RANKS]), memory)
         asked = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": schedule, "planner": strategy}
         options = PlanOptions(treatments=treatments, **asked, **how)

@@ -276,9 +276,7 @@ def forwards(one: Footprint[float], options: CostOptions, in_flight: int) -> Ite
     at_once=st.integers(2, 4),
     ahead=st.integers(1, 3),
 )
-def test_no_forward_of_a_stage_holds_more_than_its_predicted_peak(
-    sizes: list[int], saved_inputs: int, in_flight: int, at_once: int, ahead: int
-) -> None:
+def test_no_forward_of_a_stage_holds_more_than_is_predicted(sizes, saved_inputs, in_flight, at_once, ahead):
     options = CostOptions(microbatches=MICROBATCHES, receive_ahead=ahead, offloaded_at_once=at_once)
     given_sizes = dict.fromkeys((f.name for f in fields(Footprint)), 0.0) | dict(
         zip(SIZES, map(float, sizes), strict=True), saved_inputs=float(saved_inputs)

@@ -7,16 +7,7 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
-from branching_graphs import (
-    KINDS,
-    Reads,
-    cluster_of,
-    plan_of,
-    random_graph,
-    reads_of,
-    request_for,
-    step_s,
-)
+from branching_graphs import KINDS, Reads, cluster_of, plan_of, random_graph, reads_of, request_for, step_s
 from hypothesis import given, strategies as st
 from layered import layered
 from random_ops import wired

@@ -1,9 +1,10 @@
 """Sweeps of stages that make residuals again inside their backward, against a plain reference; its use."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,16 +20,8 @@ from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.recompute_liveness import KEEP, OFFLOAD, RECOMPUTE, RecomputeLiveness
 from pipeloom.planner.stage_cost.stage_estimate import stage_liveness
+from pipeloom.planner.treatments import greedy
 from pipeloom.planner.treatments.choose import treat_interval
-from pipeloom.planner.treatments.greedy import (
-    LEAST,
-    OPTION,
-    PEAK,
-    TreatmentProblem,
-    greedy_state,
-    least_peaks,
-    treat,
-)
 
 
 def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> RecomputeLiveness:
@@ -92,20 +85,20 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
     found = replace(moments(model, ops - 1, in_flight, start), ahead=draw.random() < 0.1)
     may = found.residuals.may.astype(np.int64)
     kinds = [RECOMPUTE if ok and draw.random() < 0.8 else draw.choice((KEEP, OFFLOAD)) for ok in may]
-    task = TreatmentProblem(
+    task = greedy.TreatmentProblem(
         moments=found, allowance=0.0, per_offloaded=1.0, hidden=0.0, most=inf, s_per_byte=0.0, may=may
     )
-    plan = greedy_state(task)
+    plan = greedy.greedy_state(task)
     _, numbers, figures, sums, limits = plan
     for k, kind in enumerate(kinds):
-        numbers[OPTION, k] = kind
-        treat(k, found.stage, plan)
-    limits[PEAK] = recompute_liveness.peak_of(found.stage, sums)
-    least_peaks(found.stage, plan)
+        numbers[greedy.OPTION, k] = kind
+        greedy.treat(k, found.stage, plan)
+    limits[greedy.PEAK] = recompute_liveness.peak_of(found.stage, sums)
+    greedy.least_peaks(found.stage, plan)
     for k in np.flatnonzero(kinds):
         fewer = np.array(kinds)
         fewer[k] = KEEP
-        assert figures[LEAST, k] <= found.peak(fewer)
+        assert figures[greedy.LEAST, k] <= found.peak(fewer)
 
 
 RUN_AGAIN = {10: (None, 5, 3, 1), 21: (None, None, 14, 12, 10, 8, 6, 4, 2)}
@@ -139,8 +132,7 @@ def test_checkpoints_of_a_chain(ops):
 # alive.
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One thing that happens. kind: "again" (an op of the forward) or "backward".  at: of which op's backward
     it is a part."""
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from random_ops import op_chain
 from runs import capture_of
 
-from pipeloom import Job, planning, verify
+from pipeloom import planning, verify
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
@@ -29,14 +29,7 @@ LARGER = replace(
 )
 
 
-def planned(
-    schedule: str,
-    memory: str,
-    job: Job = LARGER,
-    where: str = "4 x a100-40",
-    rows: int = 4,
-    **how: object,
-) -> Plan:
+def planned(schedule: str, memory: str, job=LARGER, where="4 x a100-40", rows=4, **how) -> Plan:
     """Without advice where nothing fits, which takes long to find."""
     devices = find_cluster(where)
     what = {"ranks": len(devices.devices), "schedule": schedule, "cluster": devices, "memory": memory}

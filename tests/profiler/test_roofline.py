@@ -25,15 +25,7 @@ def value(name: str, *shape: int, dtype: str = "float32", grad: bool = True) -> 
     return Value(name=name, shape=shape, dtype=dtype, needs_grad=grad)
 
 
-def cost(
-    target: str,
-    inputs: list[Value],
-    out: Value,
-    *,
-    params: dict[str, tuple[int, ...]] | None = None,
-    device: Device = DEVICE,
-    **how: object,
-) -> OpCost:
+def cost(target: str, inputs: list[Value], out: Value, *, params=None, device=DEVICE, **how) -> OpCost:
     """The cost of one op that reads these values (made by a first op) and parameters."""
     floats = [v for v in inputs if "float" in v.dtype] or [value("unused", 1)]
     source = Op(name="source", target="aten.alias.default", inputs=("x",), outputs=tuple(floats))

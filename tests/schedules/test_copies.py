@@ -57,9 +57,7 @@ def without(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     st.integers(1, 4),
 )
 @example("po", 3, 4, 9, 3)
-def test_rows_keep_their_order_and_what_they_hold_does_not_depend_on_links(
-    name: str, ranks: int, chunks: int, microbatches: int, offload: int
-) -> None:
+def test_rows_keep_their_order_and_hold_the_same_on_all_links(name, ranks, chunks, microbatches, offload):
     made = built(f"{name}:offload={min(offload, chunks)}", ranks, microbatches, chunks)
     if name != "po":
         assert without(made) == built(name, ranks, microbatches, chunks).rows

@@ -145,14 +145,11 @@ def both(stage: int) -> tuple[int, ...]:
     return (1 - stage,)
 
 
-def test_what_meets_starts_together() -> None:
+def test_what_meets_starts_together_once_the_streams_of_all_are_free() -> None:
     s = shape_of(2, microbatches=1)
     made = schedule_of(s, one_f_one_b(s, op(seconds=1, meets=both)))
     starts = {e.action: e.start_s for e in timed(made, s).events}
     assert starts["0OP0"] == starts["1OP0"] == 6  # rank 1 is done with B at 4, rank 0 at 6
-
-
-def test_what_meets_waits_for_the_streams_of_all() -> None:
     op("LONG", after=F, stages=lambda stage: stage == 0, stream="send", seconds=10)
     op("MET", after=F, stream="send", seconds=1, meets=both)
     made = by_hand("0F0 0LONG0 0MET0 0B0", "1F0 1MET0 1B0")

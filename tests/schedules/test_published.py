@@ -47,10 +47,8 @@ def by_ranks(*bars: float) -> dict[int, float]:
     return dict(zip((4, 8, 16, 32)[-len(bars) :], bars, strict=True))
 
 
-def keeps(
-    name: str, p: int, m: int, chunks: int, peak: float, bar: float, span: float = inf, **times: object
-) -> None:
-    s = shape(name, p, m, chunks, **times)  # type: ignore[arg-type]
+def keeps(name: str, p: int, m: int, chunks: int, peak, bar, span=inf, **times) -> None:
+    s = shape(name, p, m, chunks, **times)
     made = made_for(name, s)
     assert idle(made, s) <= bar and idle(made, s, span=True) <= span
     assert max(made.peak) <= peak
@@ -160,13 +158,10 @@ def test_never_worse_than_1f1b_with_as_much_memory(name: str, peak: float) -> No
 Profile = tuple[float, float, float, float]
 
 
-def shown(
-    name: str, ranks: int, microbatches: int, times: Profile, shortest: str = "step"
-) -> SimulatedSchedule:
+def shown(name: str, ranks: int, m: int, times: Profile, shortest="step") -> SimulatedSchedule:
     forward, back, weight, transfer = times
     each = MicrobatchTimes(forward_s=forward, input_grad_s=back, weight_grad_s=weight)
-    size = {"ranks": ranks, "microbatches": microbatches}
-    where = Scenario(**size, times=each, transfer_s=transfer, shortest=shortest)  # type: ignore[arg-type]
+    where = Scenario(ranks=ranks, microbatches=m, times=each, transfer_s=transfer, shortest=shortest)
     return simulate_schedule(name, where)
 
 

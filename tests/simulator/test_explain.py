@@ -39,9 +39,7 @@ def explained(program: Program, timeline: Timeline, stages: StageGraph) -> Expla
     return program, timeline, found
 
 
-def step(
-    name: str, ranks: int = 4, microbatches: int = 8, *, costs: Costs = (), latency_s: float = 0.0
-) -> Explained:
+def step(name: str, ranks=4, microbatches=8, *, costs: Costs = (), latency_s=0.0) -> Explained:
     made, stages = built(name, ranks, microbatches), registry.default_placement(name, ranks)[0]
     timeline = simulated(made, costs, stages, alike(ranks, latency_s=latency_s))
     return explained(lower(made, stages), timeline, stages)
@@ -251,9 +249,7 @@ SECOND = Link(bandwidth_bytes_per_s=4.0)
 """A message of the tests below takes one second of it."""
 
 
-def explained_on(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], where: Cluster
-) -> Explanation:
+def explained_on(program, stages, costs: Sequence[StageCost], where: Cluster) -> Explanation:
     return explain_idle_time(program, simulate(program, stages, tuple(costs), where), stages, where)
 
 

@@ -19,9 +19,8 @@ from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Program, parse_program
-from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.timeline import Timeline
+from pipeloom.ir.schedule import parse_program
+from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
@@ -78,9 +77,7 @@ def test_every_rule_has_its_message(row: str, words: str) -> None:
     assert words in refused(ScheduleError, check_program, parse_program(1, (0,), (row,)), chain(1))
 
 
-def held_by_hand(
-    program: Program, stages: StageGraph, costs: tuple[StageCost, ...], timeline: Timeline, rank: int
-) -> dict[str, dict[float, int]]:
+def held_by_hand(program, stages, costs, timeline, rank: int) -> dict[str, dict[float, int]]:
     """Residual bytes of a rank in both tiers from each time on, added up change by change."""
     at = {e.action: e for e in timeline.events if e.stream in ("compute", "d2h", "h2d")}
     row = [a for a in program.rows[rank] if not (a.is_transfer or a.is_stage_wide)]

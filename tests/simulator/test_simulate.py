@@ -8,7 +8,6 @@ import refusals
 from small import alike, built, changes, simulated
 
 from pipeloom.ir.action import OFFLOAD, SEND_F, STEP, Action, B, F, Kind, W
-from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, PlanError, ScheduleError
 from pipeloom.ir.flow import dag
@@ -23,20 +22,11 @@ from pipeloom.simulator.simulate import simulate
 from pipeloom.simulator.summary import summarise
 
 
-def step(
-    name: str,
-    stages: StageGraph,
-    microbatches: int,
-    costs: tuple[StageCost, ...] = (),
-    where: Cluster | None = None,
-    *,
-    split: bool = False,
-    **how: object,
-) -> Timeline:
+def step(name, stages, microbatches, costs=(), where=None, *, split=False, **how) -> Timeline:
     """Each stage on a rank of its own, F = I = W = 1 s, and messages that take no time, by default."""
     count = len(stages.stages)
     program = lowered(name, stages, microbatches, split=split)
-    return simulate(program, stages, costs or equal_costs(count), where or alike(count), **how)  # type: ignore[arg-type]
+    return simulate(program, stages, costs or equal_costs(count), where or alike(count), **how)
 
 
 def lowered(name: str, stages: StageGraph, microbatches: int, *, split: bool = False) -> Program:
@@ -50,7 +40,7 @@ def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
 
 def sized(**more: object) -> StageCost:
     static = {"parameters": 1000, "gradients": 1000}
-    return replace(equal_costs(1, residual_bytes=100)[0], static_bytes=static, carried_bytes=30, **more)  # type: ignore[arg-type]
+    return replace(equal_costs(1, residual_bytes=100)[0], static_bytes=static, carried_bytes=30, **more)
 
 
 def test_memory_of_one_stage() -> None:
@@ -115,14 +105,12 @@ def held(timeline: Timeline, rank: int, at_s: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "small_bytes", "at_s", "bytes_held"),
+    ("m", "small_bytes", "at_s", "bytes_held"),
     # That of F0 is through at 1.5 s, in F1; besides it, 8 bytes to receive in, and the 4 that F1 makes.
     [(3, None, 1.75, 12), (3, 0, 1.75, 16), (3, 4, 1.75, 16), (4, 0, 3.75, 16), (4, 4, 3.75, 24)],
 )
-def test_a_message_is_held_until_the_action_ends_in_which_it_got_through_and_a_small_one_for_the_step(
-    microbatches: int, small_bytes: int | None, at_s: float, bytes_held: int
-) -> None:
-    timeline = run(microbatches, small_bytes=small_bytes)
+def test_a_message_is_held_until_the_action_ends_in_which_it_got_through(m, small_bytes, at_s, bytes_held):
+    timeline = run(m, small_bytes=small_bytes)  # a small one until the step ends
     assert held(timeline, 0, at_s) == bytes_held and held(timeline, 0, timeline.step_s) == 0
 
 

@@ -72,20 +72,14 @@ def random_chain(seed: int) -> SearchProblem:
     )
 
 
-def _stage(
-    draw: random.Random, s: int, after: list[int], ranks: list[int], *, split: bool, whole: bool
-) -> SearchStage:
+def _stage(draw: random.Random, s: int, after, ranks, *, split: bool, whole: bool) -> SearchStage:
     """Times and sizes: whole numbers, or within half of the mean."""
     time = (lambda: float(draw.randint(1, 3))) if whole else (lambda: draw.uniform(0.5, 1.5))
+    times = {name: time() for name in ("forward_s", "input_grad_s", "weight_grad_s")}
+    size = float(draw.randint(*((1, 2) if whole else (500, 1500))))
+    where = {"after": tuple(after), "ranks": tuple(ranks)}
     return SearchStage(
-        name=str(s),
-        forward_s=time(),
-        input_grad_s=time(),
-        weight_grad_s=time(),
-        split=split,
-        residual_bytes=float(draw.randint(1, 2)) if whole else float(draw.randint(500, 1500)),
-        after=tuple(after),
-        ranks=tuple(ranks),
+        name=str(s), **times, split=split, residual_bytes=size, after=tuple(after), ranks=where
     )
 
 
