@@ -137,34 +137,26 @@ LINK = st.builds(Link, bandwidth_bytes_per_s=st.integers(1, 50).map(lambda n: n 
 @st.composite
 def requests(draw: st.DrawFn) -> ShapeRequest:
     nodes, each = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (1, 6), (2, 2), (2, 3), (2, 4), (3, 2)]))
-    cap, rate, pairs = draw(st.integers(100, 6000)), draw(AMOUNT), each % 2 == 0 and draw(st.booleans())
-    devices = tuple(
-        Device(
-            name="any",
-            memory_bytes=cap,
-            memory_bytes_per_s=rate,
-            node=rank // each,
-            group=f"pair {rank // 2}" if pairs else None,
-        )
-        for rank in range(nodes * each)
+    card = Device(name="any", memory_bytes=draw(st.integers(100, 6000)), memory_bytes_per_s=draw(AMOUNT))
+    pairs = (
+        [f"pair {pair}" for pair in range(nodes * each // 2)] if each % 2 == 0 and draw(st.booleans()) else []
+    )
+    places = [
+        {"node": rank // each, "group": pairs[rank // 2] if pairs else None} for rank in range(nodes * each)
+    ]
+    cluster = Cluster(
+        devices=tuple(replace(card, **place) for place in places),
+        within_node=draw(LINK),
+        between_nodes=draw(LINK) if nodes > 1 else None,
+        groups={pair: draw(LINK) for pair in pairs},
+        node_link=draw(LINK) if nodes > 1 and draw(st.booleans()) else None,
     )
     block = replace(draw(PIECE), forward_s=Affine(1.0, draw(AMOUNT)))
+    pieces = {"front": draw(PIECE), "block": block, "rear": draw(PIECE)}
+    sizes = {"input_bytes": draw(AFFINE), "batch_bytes": draw(AFFINE)}
     return ShapeRequest(
-        costs=BlockCosts(
-            blocks=draw(st.integers(2, 9)),
-            front=draw(PIECE),
-            block=block,
-            rear=draw(PIECE),
-            input_bytes=draw(AFFINE),
-            batch_bytes=draw(AFFINE),
-        ),
-        cluster=Cluster(
-            devices=devices,
-            within_node=draw(LINK),
-            between_nodes=draw(LINK) if nodes > 1 else None,
-            groups={f"pair {pair}": draw(LINK) for pair in range(nodes * each // 2)} if pairs else {},
-            node_link=draw(LINK) if nodes > 1 and draw(st.booleans()) else None,
-        ),
+        costs=BlockCosts(blocks=draw(st.integers(2, 9)), **pieces, **sizes),
+        cluster=cluster,
         global_batch=draw(st.sampled_from([1, 2, 6, 8, 12, 16, 24])),
         pipelining=draw(st.sampled_from(["2bw", "flush", "gpipe"])),
         optimizer_bytes=draw(st.sampled_from([0.0, 1.0, 2.0])),

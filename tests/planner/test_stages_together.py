@@ -101,14 +101,8 @@ def chain_of(times: Sequence[float]) -> tuple[OpGraph, Profile]:
 
 
 def cut_for(times: Sequence[float], ranks: int, schedule: str, planner: str = "exact") -> Plan:
-    return make_plan(
-        *chain_of(times),
-        find_cluster(f"{ranks} x a100-40"),
-        ranks=ranks,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        planner=planner,
-    )
+    how = {"ranks": ranks, "schedule": schedule, "microbatches": MICROBATCHES, "planner": planner}
+    return make_plan(*chain_of(times), find_cluster(f"{ranks} x a100-40"), **how)
 
 
 def busiest(plan: Plan) -> float:

@@ -40,11 +40,8 @@ def waits_of_the_first(cost: StageCost, *rows: str) -> list[tuple[object, ...]]:
 def test_a_wait_goes_back_to_the_copy_of_the_rank_or_of_another() -> None:
     last = "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1STEP"
     waits = waits_of_the_first(KEPT, "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP", last)
-    assert [(reason, *times) for reason, _, *times in waits] == [
-        ("fill", 1.0, 2.0),
-        ("copy", 2.0, 9.0),
-        ("fill", 9.0, 11.0),
-    ]
+    expected = [("fill", 1.0, 2.0), ("copy", 2.0, 9.0), ("fill", 9.0, 11.0)]
+    assert [(reason, *times) for reason, _, *times in waits] == expected
     # Copies between a receive and what uses it do not hide what the backward waits for.
     first = "0F0 0SEND_F0>1 0OFFLOAD0 0RECV_B0<1 0RELOAD0 0B0 0STEP"
     quick, last = replace(KEPT, offload_s=0.5, reload_s=0.5), "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP"

@@ -31,14 +31,8 @@ def odd_timeline() -> Timeline:
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 3), (1, 4)]
     stages = dag(5, edges, no_gradient=[(0, 3)], params={0: ("x",), 2: ("x", "y"), 4: ("y",)})
     made = registry.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
-    copied = {
-        "offloaded_bytes": 4,
-        "offload_s": 2.0,
-        "reload_s": 3.0,
-        "recompute_s": 1.0,
-        "residual_bytes": 9,
-    }
-    costs = tuple(replace(cost, **copied) for cost in whole_costs(5, 0))
+    copied = {"offloaded_bytes": 4, "offload_s": 2.0, "reload_s": 3.0, "recompute_s": 1.0}
+    costs = tuple(replace(cost, residual_bytes=9, **copied) for cost in whole_costs(5, 0))
     devices = tuple(Device(name="d", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))
     link = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
     where = Cluster(devices=devices, within_node=link, node_link=link, switches={"s0": link, "s1": link})

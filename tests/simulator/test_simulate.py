@@ -146,15 +146,8 @@ def test_an_action_takes_its_own_time() -> None:
     assert with_times({}).step_s == 3.0 and with_times({Action(0, B, 0): 0.5}).step_s == 1.5
 
 
-STRANGERS = [
-    Action(0, W, 0),
-    Action(0, F, 1),
-    Action(1, F, 0),
-    Action(0, Kind("NOWHERE"), 0),
-    Action(0, OFFLOAD, 0),
-    Action(0, STEP, 0),
-    Action(0, SEND_F, 0),
-]
+STRANGERS = [Action(0, F, 1), Action(1, F, 0)]
+STRANGERS += [Action(0, kind, 0) for kind in (W, Kind("NOWHERE"), OFFLOAD, STEP, SEND_F)]
 
 
 @pytest.mark.parametrize(
