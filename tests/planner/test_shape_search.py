@@ -138,17 +138,13 @@ LINK = st.builds(Link, bandwidth_bytes_per_s=st.integers(1, 50).map(lambda n: n 
 def requests(draw: st.DrawFn) -> ShapeRequest:
     nodes, each = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (1, 6), (2, 2), (2, 3), (2, 4), (3, 2)]))
     card = Device(name="any", memory_bytes=draw(st.integers(100, 6000)), memory_bytes_per_s=draw(AMOUNT))
-    pairs = (
-        [f"pair {pair}" for pair in range(nodes * each // 2)] if each % 2 == 0 and draw(st.booleans()) else []
-    )
-    places = [
-        {"node": rank // each, "group": pairs[rank // 2] if pairs else None} for rank in range(nodes * each)
-    ]
+    ranks, paired = range(nodes * each), each % 2 == 0 and draw(st.booleans())
+    pairs = [f"pair {rank // 2}" if paired else None for rank in ranks]
     cluster = Cluster(
-        devices=tuple(replace(card, **place) for place in places),
+        devices=tuple(replace(card, node=rank // each, group=pairs[rank]) for rank in ranks),
         within_node=draw(LINK),
         between_nodes=draw(LINK) if nodes > 1 else None,
-        groups={pair: draw(LINK) for pair in pairs},
+        groups={pair: draw(LINK) for pair in sorted(set(pairs))} if paired else {},
         node_link=draw(LINK) if nodes > 1 and draw(st.booleans()) else None,
     )
     block = replace(draw(PIECE), forward_s=Affine(1.0, draw(AMOUNT)))
