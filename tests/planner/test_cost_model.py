@@ -252,9 +252,9 @@ def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end:
 # Plans that offload were accepted whose stages hold most in the middle of the forwards.
 
 
-SIZES = (
-    "parameters buffers residuals received received_grads sent sent_grads forward_transient offloaded".split()
-)
+PARTS = "parameters buffers residuals received received_grads sent sent_grads forward_transient offloaded"
+SIZES = st.fixed_dictionaries({name: st.integers(0, 1000).map(float) for name in PARTS.split()})
+NOTHING = dict.fromkeys((f.name for f in fields(Footprint)), 0.0)
 MICROBATCHES = 8
 
 
@@ -269,19 +269,13 @@ def forwards(one: Footprint[float], options: CostOptions, in_flight: int) -> Ite
         yield one.parameters + one.buffers + kept + messages + leaving + one.forward_transient
 
 
-@given(
-    sizes=st.lists(st.integers(0, 1000), min_size=len(SIZES), max_size=len(SIZES)),
-    saved_inputs=st.integers(0, 1),
-    in_flight=st.integers(1, MICROBATCHES),
-    at_once=st.integers(2, 4),
-    ahead=st.integers(1, 3),
-)
+COUNTS = st.integers(0, 1), st.integers(1, MICROBATCHES), st.integers(2, 4), st.integers(1, 3)
+
+
+@given(SIZES, *COUNTS)
 def test_no_forward_of_a_stage_holds_more_than_is_predicted(sizes, saved_inputs, in_flight, at_once, ahead):
     options = CostOptions(microbatches=MICROBATCHES, receive_ahead=ahead, offloaded_at_once=at_once)
-    given_sizes = dict.fromkeys((f.name for f in fields(Footprint)), 0.0) | dict(
-        zip(SIZES, map(float, sizes), strict=True), saved_inputs=float(saved_inputs)
-    )
-    footprint = Footprint(**given_sizes)
+    footprint = Footprint(**NOTHING | sizes | {"saved_inputs": float(saved_inputs)})
     assert max(forwards(footprint, options, in_flight)) <= peak_bytes(footprint, options, in_flight)
 
 

@@ -41,12 +41,7 @@ def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
 
 
 @settings(max_examples=60)
-@given(
-    seed=st.integers(0, 10**6),
-    ops=st.integers(4, 20),
-    in_flight=st.integers(1, 8),
-    share=st.floats(0.3, 1.0),
-)
+@given(st.integers(0, 10**6), st.integers(4, 20), st.integers(1, 8), st.floats(0.3, 1.0))
 def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share):
     model, end = random_model(seed, ops), ops - 1
     treat = partial(treat_interval, model, 0, end, 0, in_flight=in_flight)
@@ -169,10 +164,8 @@ def test_costs_of_a_treated_stage():
         assert inside_s == pytest.approx(ahead_s + early.recompute_s)
     assert cost.reload_s == early.reload_s == cost.offloaded_bytes / 8
     assert early.transient_bytes[RECOMPUTE] >= 0 == cost.transient_bytes[RECOMPUTE]
-    assert other.recompute_s == 0 and (part.recomputed_bytes, part.offloaded_bytes) == (
-        early.recomputed_bytes,
-        early.offloaded_bytes,
-    )
+    assert other.recompute_s == 0 and part.recomputed_bytes == early.recomputed_bytes
+    assert part.offloaded_bytes == early.offloaded_bytes
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -193,10 +186,8 @@ def test_the_simulator_needs_no_more(seed, schedule, ahead):
         found.append(next(tight for cap in caps if (tight := own(cap=cap)).fits).treatments)
     estimates = [estimate_stage(model, stages, s, treatments) for s, treatments in enumerate(found)]
     early = tuple(range(count)) if ahead else ()
-    costs = tuple(
-        stage.simulator_cost(stage.plan(q, ahead=ahead), ahead=ahead)
-        for stage, q in zip(estimates, in_flight, strict=True)
-    )
+    each_q = [*zip(estimates, in_flight, strict=True)]
+    costs = tuple(one.simulator_cost(one.plan(q, ahead=ahead), ahead=ahead) for one, q in each_q)
     program = lower(made, stages, policy=MemoryPolicy(stages=tuple(found), ahead=early))
     drops = any("recompute" in own.values() for own in found)
     assert any(found) and ("RECOMPUTE" in str(program)) == (ahead and drops)

@@ -48,14 +48,11 @@ def without(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in row if a.kind not in COPYING) for row in schedule.rows)
 
 
+CHUNKED = st.sampled_from(["po", "gis", "interleaved_1f1b", "zb_v", "looped_bfs"])
+
+
 @settings(max_examples=8)
-@given(
-    st.sampled_from(["po", "gis", "interleaved_1f1b", "zb_v", "looped_bfs"]),
-    st.integers(2, 5),
-    st.integers(2, 4),
-    st.integers(1, 12),
-    st.integers(1, 4),
-)
+@given(CHUNKED, st.integers(2, 5), st.integers(2, 4), st.integers(1, 12), st.integers(1, 4))
 @example("po", 3, 4, 9, 3)
 def test_rows_keep_their_order_and_hold_the_same_on_all_links(name, ranks, chunks, microbatches, offload):
     made = built(f"{name}:offload={min(offload, chunks)}", ranks, microbatches, chunks)
