@@ -1,7 +1,6 @@
 """The schedule search: what it finds on known shapes, that limits hold, and that bounds are bounds."""
 
 import random
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -340,21 +339,19 @@ def test_the_solver_is_missed_only_where_it_would_be_asked(monkeypatch: pytest.M
 # Ctrl-C after searches.
 
 
-SEARCHES = textwrap.dedent(
-    """
-    import signal
-    import pipeloom
-    from pipeloom.schedules.search.search import SearchOptions
+SEARCHES = """
+import signal
+import pipeloom
+from pipeloom.schedules.search.search import SearchOptions
 
-    stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
-    only = SearchOptions(engines=("exact",))
-    pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=only)
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        print("interrupted")
-    """
-)
+stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
+only = SearchOptions(engines=("exact",))
+pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=only)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
 
 
 def test_python_still_gets_it() -> None:
