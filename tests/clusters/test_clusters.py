@@ -99,6 +99,7 @@ def test_a_whole_file(tmp_path):
         ('switch = "left"', 'switch = "leftt"', "did you mean left?"),
         ('switch = "left"', "switch = 1", "device 1: switch is 1"),
         ("left = { bandwidth", "left = { bandwidt", "left of switches"),
+        ('left = { bandwidth = "13GB" }', "left = 13", "not a table"),
         ('"12GB", latency', "-1.0, latency", "host_link of device 1"),
         (GOOD, "[within_node]\nbandwidth = 1", "no [[device]]"),
         (GOOD, "[[device]]\nname = 'a'\nmemory = 1", "no [within_node]"),
@@ -308,6 +309,7 @@ def little_memory() -> Iterator[None]:
         (f"{MANY} nodes of 8 x h100", "80000000000 devices"),
         ("60000 x a100-40 + 60000 x v100-32", "120000 devices"),
         (f"{HUGE} x a100-40", "401 digits"),
+        (f"{'9' * 5000} nodes of 2 x a100-40", "5000 digits"),
         (f"2 x a100-40 with {HUGE}GiB", "too large for a size"),
         (f"2 x a100-40 with {'9' * 1_000_001}", "too large for a size"),
     ],
@@ -370,6 +372,7 @@ def test_counts_of_several_tables(tmp_path: Path) -> None:
         "group = VALUE",
         "flops_per_s = { float32 = VALUE }",
         "host_link = { bandwidth = VALUE }",
+        "host_link = { bandwidth = 1, latency_s = VALUE }",
     ],
 )
 def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, value: str) -> None:

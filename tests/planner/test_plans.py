@@ -41,18 +41,29 @@ def case(layers: int, stages: int, cap: float, rows: int = 16) -> tuple[OpGraph,
     return graph, roofline(graph, cluster.devices[0]), with_memory(cluster, int(cap * GiB))
 
 
-def planned(name: str, layers: int, stages: int, cap: float, **options) -> tuple[Plan, PlanCosts]:
-    graph, profile, cluster = case(layers, stages, cap)
-    how = {"ranks": stages, "schedule": "1f1b", "microbatches": 2 * stages, "planner": name}
-    made = make_plan(graph, profile, cluster, PlanOptions(**options), **how)
-    return made, PlanCosts(graph, profile, cluster)
+def planned(graph, profile, cluster: Cluster, planner: str, *, explained=False, **options) -> Plan:
+    """Its peaks are those of the simulation, and keep the caps."""
+    stages = len(cluster.devices)
+    how = {"ranks": stages, "schedule": "1f1b", "microbatches": 2 * stages, "planner": planner}
+    plan = make_plan(graph, profile, cluster, PlanOptions(**options), explained=explained, **how)
+    caps = tuple(device.memory_bytes for device in cluster.devices)
+    step = PlanCosts(graph, profile, cluster).simulate(plan)
+    assert plan.caps == caps and all(peak <= cap for peak, cap in zip(plan.peaks, caps, strict=True))
+    peaks = tuple(step.peak_bytes(rank) for rank in range(stages))
+    assert (step.step_s, peaks) == (plan.predicted_step_s, plan.peaks)
+    return plan
 
 
-def peaks(plan: Plan, costs: PlanCosts) -> list[int]:
-    """Simulated from the plan alone, by rank."""
-    step = costs.simulate(plan)
-    assert step.step_s == pytest.approx(plan.predicted_step_s)
-    return [step.peak_bytes(rank) for rank in range(step.ranks)]
+def if_any(*case, **how) -> Plan | None:
+    """None if nothing fits."""
+    try:
+        return planned(*case, **how)
+    except InfeasibleError:
+        return None
+
+
+def of_layers(name: str, layers: int, stages: int, cap: float, **how) -> Plan:
+    return planned(*case(layers, stages, cap), name, **how)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -70,12 +81,11 @@ def test_a_plan_is_told_to_hold_what_it_was_made_with(shared: bool) -> None:
 @pytest.mark.parametrize(("stages", "cap"), [(2, 1.95), (3, 1.6), (4, 1.3)])
 def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
     options = {"treatments": ("recompute", "offload")} if name == "exact" else {}
-    plan, costs = planned(name, 6, stages, cap, **options)
-    assert max(peaks(plan, costs)) <= cap * GiB
+    plan = of_layers(name, 6, stages, cap, **options)
     assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages) > 0
     assert {t for stage in plan.memory.stages for t in stage.values()} <= {"keep", "recompute", "offload"}
     with pytest.raises(InfeasibleError):
-        planned("exact", 6, stages, cap)  # with every residual kept nothing fits
+        of_layers("exact", 6, stages, cap)  # with every residual kept nothing fits
 
 
 @pytest.mark.sampled(1)
@@ -96,11 +106,10 @@ def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stage
 def test_only_what_is_allowed_is_done_and_ahead_where_that_takes_no_time(name):
     """Stages that free more than they need to, and those for which freeing more is worth it, recompute while
     the gradient is on its way."""
-    plan, costs = planned(name, 6, 3, 1.35, treatments=("recompute",))
+    plan = of_layers(name, 6, 3, 1.35, treatments=("recompute",))
     assert {t for stage in plan.memory.stages for t in stage.values()} == {"recompute"}
     assert plan.memory.ahead and all(plan.stages[place].recomputed_bytes for place in plan.memory.ahead)
-    assert all(peak <= cap for peak, cap in zip(peaks(plan, costs), plan.caps, strict=True))
-    program = lower(plan.as_schedule, plan.stage_graph(costs.graph), policy=plan.memory)
+    program = lower(plan.as_schedule, plan.stage_graph(layered(6, rows=16)), policy=plan.memory)
     kinds = {step.kind for row in program.rows for step in row}
     assert RECOMPUTE in kinds and not kinds & {OFFLOAD, RELOAD}
 
@@ -108,18 +117,18 @@ def test_only_what_is_allowed_is_done_and_ahead_where_that_takes_no_time(name):
 @pytest.mark.parametrize("name", FREEING)
 def test_less_than_one_micro_batch_in_full(name):
     """One stage has one micro-batch in flight: only what is made again late, and not ahead, needs less."""
-    (stage,) = planned(name, 4, 1, 30.0, treatments=("recompute",))[0].stages
+    (stage,) = of_layers(name, 4, 1, 30.0, treatments=("recompute",)).stages
     cap = (stage.memory.total - 0.4 * stage.memory.residuals) / GiB
-    plan, costs = planned(name, 4, 1, cap, treatments=("recompute",))
+    plan = of_layers(name, 4, 1, cap, treatments=("recompute",))
     assert plan.stages[0].recomputed_bytes and plan.memory.ahead == ()
-    assert peaks(plan, costs)[0] <= plan.caps[0] < stage.memory.total
+    assert plan.caps[0] < stage.memory.total
 
 
 def test_vpipe_treats_the_residuals_of_a_layer_alike():
-    plan, costs = planned("vpipe", 6, 3, 1.35)
+    plan, graph = of_layers("vpipe", 6, 3, 1.35), layered(6, rows=16)
     for stage in plan.memory.stages:
         treated = {
-            (".".join(costs.graph.op[residual.partition(".")[0]].module.split(".")[:2]), treatment)
+            (".".join(graph.op[residual.partition(".")[0]].module.split(".")[:2]), treatment)
             for residual, treatment in stage.items()
         }
         assert len({layer for layer, _ in treated}) == len(treated)
@@ -129,12 +138,12 @@ def test_vpipe_treats_the_residuals_of_a_layer_alike():
     ("weights", "versions"), [("flush", (1, 1, 1)), ("stash", (3, 2, 1)), ("2bw", (2, 2, 2))]
 )
 def test_weights_take_versions(weights, versions):
-    plan = planned("dawnpiper", 6, 3, 8.0, weights=weights)[0]
+    plan = of_layers("dawnpiper", 6, 3, 8.0, weights=weights)
     assert plan.weights == weights and (plan.steady is None) == (weights == "flush")
     copies = tuple(stage.memory.parameters / stage.memory.gradients for stage in plan.stages)
     assert copies == versions
     if weights == "2bw":
-        assert plan.predicted_step_s < planned("dawnpiper", 6, 3, 8.0)[0].predicted_step_s
+        assert plan.predicted_step_s < of_layers("dawnpiper", 6, 3, 8.0).predicted_step_s
 
 
 def test_offloading_without_a_link_to_the_host_is_refused():
@@ -158,11 +167,11 @@ def test_async_schedules_have_weights_of_their_own_unless_others_are_asked_for()
 @pytest.mark.slow
 def test_infeasible_with_memory_optimisation_says_what_would_do():
     with pytest.raises(NoCutFits, match="freed") as caught:
-        planned("dawnpiper", 6, 2, 0.6)
+        of_layers("dawnpiper", 6, 2, 0.6, explained=True)
     least = 0.6 * caught.value.share
-    assert planned("dawnpiper", 6, 2, 1.06 * least)
+    assert of_layers("dawnpiper", 6, 2, 1.06 * least)
     with pytest.raises(InfeasibleError):
-        planned("dawnpiper", 6, 2, 0.9 * least)
+        of_layers("dawnpiper", 6, 2, 0.9 * least)
 
 
 @pytest.mark.slow
@@ -197,20 +206,6 @@ def test_sizes_between_two_that_were_captured():
     assert largest_size([3, 5], lambda size: False) is None
 
 
-def under_its_caps(graph, profile, cluster: Cluster, planner: str, **options) -> Plan | None:
-    """Its peaks are those of the simulation. None if nothing fits."""
-    stages = len(cluster.devices)
-    how = {"ranks": stages, "schedule": "1f1b", "microbatches": 2 * stages, "planner": planner}
-    try:
-        plan = make_plan(graph, profile, cluster, PlanOptions(**options), explained=False, **how)
-    except InfeasibleError:
-        return None
-    caps = tuple(device.memory_bytes for device in cluster.devices)
-    assert plan.caps == caps and all(peak <= cap for peak, cap in zip(plan.peaks, caps, strict=True))
-    assert PlanCosts(graph, profile, cluster).simulate(plan).step_s == plan.predicted_step_s
-    return plan
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("planner", "weights", "stages", "slower"),
@@ -227,7 +222,7 @@ def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: i
     profile = roofline(graph, cluster.devices[0])
 
     def step_s(cap: int, name: str, **options) -> tuple[float, int]:
-        plan = under_its_caps(graph, profile, with_memory(cluster, cap), name, **options)
+        plan = if_any(graph, profile, with_memory(cluster, cap), name, **options)
         return (plan.predicted_step_s, max(plan.peaks)) if plan else (float("inf"), 0)
 
     _, most = step_s(1 << 50, "balanced", weights=weights)
@@ -247,13 +242,13 @@ def test_no_start_of_dawnpiper_is_faster_and_none_finds_a_plan_alone(data, stage
         link = Link(bandwidth_bytes_per_s=50.0)
         cluster = replace(cluster, devices=tuple(replace(d, host_link=link) for d in cluster.devices))
     profiles = {d.name: profile for d in cluster.devices}
-    best = under_its_caps(graph, profiles, cluster, "dawnpiper")
-    some = under_its_caps(graph, profiles, cluster, "dawnpiper", fastest=False)
+    best = if_any(graph, profiles, cluster, "dawnpiper")
+    some = if_any(graph, profiles, cluster, "dawnpiper", fastest=False)
     assert (best is None) == (some is None)
     plan = PLANNERS["dawnpiper"].plan
     assert isinstance(plan, JointPlanner)
     for other in plan.planners:
-        if (theirs := under_its_caps(graph, profiles, cluster, other)) is not None:
+        if (theirs := if_any(graph, profiles, cluster, other)) is not None:
             assert best is not None and best.predicted_step_s <= theirs.predicted_step_s, other
 
 
@@ -271,7 +266,7 @@ def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
         stages, model = draw.choice((3, 4)), random_model(seed, draw.randint(14, 24))
         cluster = replace(model.cluster, devices=model.cluster.devices[:stages])
         how = {"planner": strategy, "treatments": ("recompute",)}
-        plan = partial(under_its_caps, model.graph, model.profile, **how)
+        plan = partial(if_any, model.graph, model.profile, **how)
         most = max(stage.memory.total for stage in plan(cluster).stages)
         for cap in (int(most * share) for share in (0.95, 0.85, 0.75)):
             if found := plan(with_memory(cluster, cap)):

@@ -14,7 +14,7 @@ from pipeloom.profiler import detect, host_copies, measurement
 from pipeloom.profiler.efficiency import ReferenceSizes, efficiency_by_class, measure_efficiency
 from pipeloom.profiler.host_copies import gpu_links
 from pipeloom.profiler.measure_op import Timer
-from pipeloom.profiler.measurement import usable_cores
+from pipeloom.profiler.measurement import connected_components, usable_cores
 
 CPU = torch.device("cpu")
 TINY = ReferenceSizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)
@@ -81,6 +81,12 @@ def test_a_directory_without_room_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(host_copies.os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match="No space left"):
         host_copies.file_tier(tmp_path)
+
+
+def test_components():
+    assert connected_components([], 3) == [0, 1, 2]
+    assert connected_components([(1, 2), (0, 2)], 4) == [0, 0, 0, 3]
+    assert connected_components([(3, 2), (1, 0), (3, 0)], 4) == [0, 0, 0, 0]
 
 
 # Measured links of the GPUs of this machine.
