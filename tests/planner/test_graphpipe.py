@@ -66,6 +66,16 @@ def test_a_tree_may_be_deeper_than_pythons_stack():
     assert branch_orders(tree, np.ones(ops), 1.0, 3)[0].ops == tuple(range(ops))
 
 
+def with_slow(request: Request, memory: float) -> Request:
+    """The second device takes twice as long, and holds so many times as much."""
+    first, second, *others = request.cluster.devices
+    second = replace(second, name="slow", memory_bytes=int(second.memory_bytes * memory))
+    costs = {op: cost.scaled(2, 2) for op, cost in request.profile.costs.items()}
+    profiles = {"d": request.profile, "slow": replace(request.profile, device="slow", costs=costs)}
+    cluster = replace(request.cluster, devices=(first, second, *others))
+    return replace(request, profile=profiles, cluster=cluster)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("seed", range(6))
@@ -75,7 +85,7 @@ def test_never_slower_than_the_exact_chain_or_than_without_branches(seed, unequa
     graph, profile = random_graph(seed, dice.randint(6, 14 if unequal else 20), KINDS[seed % 3])
     request = request_for(graph, profile, dice.randint(2, 4), slack=dice.uniform(1, 1.3) + 0.25 * unequal)
     if unequal:
-        request = with_slow(request, (1,), memory=(1.5, 0.9)[seed % 2])
+        request = with_slow(request, (1.5, 0.9)[seed % 2])
     plan = plan_of(request)
     assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
     assert plan.predicted_step_s <= step_s(request, branches=False) * (1 + 1e-6)
@@ -127,22 +137,6 @@ def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
     assert figures["branches.peak_bytes"] == max(plan.peaks) and figures["no_branches.peak_bytes"] > 0
     # Four stages in a row with two or more micro-batches in flight fill and drain for longer than two.
     assert figures["no_branches.sequential_step_s"] > 1.05 * figures["branches.step_s"]
-
-
-def with_slow(request: Request, ranks: tuple[int, ...], *, memory: float = 1.0) -> Request:
-    """The request with devices on some ranks that take twice as long and hold so many times as much."""
-    names = ("forward_s", "input_grad_s", "weight_grad_s")
-    costs = {
-        op: replace(cost, **{name: 2 * getattr(cost, name) for name in names})
-        for op, cost in request.profile.costs.items()
-    }
-    devices = tuple(
-        replace(d, name="slow", memory_bytes=int(d.memory_bytes * memory)) if rank in ranks else d
-        for rank, d in enumerate(request.cluster.devices)
-    )
-    slow = replace(request.profile, device="slow", costs=costs)
-    profiles = {"d": request.profile, "slow": slow}
-    return replace(request, profile=profiles, cluster=replace(request.cluster, devices=devices))
 
 
 def test_stages_that_fit_only_with_residuals_freed_have_a_plan():
