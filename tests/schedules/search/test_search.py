@@ -77,9 +77,7 @@ def _stage(draw: random.Random, s: int, after, ranks, *, split: bool, whole: boo
     times = {name: time() for name in ("forward_s", "input_grad_s", "weight_grad_s")}
     size = float(draw.randint(*((1, 2) if whole else (500, 1500))))
     where = {"after": tuple(after), "ranks": tuple(ranks)}
-    return SearchStage(
-        name=str(s), **times, split=split, residual_bytes=size, after=tuple(after), ranks=where
-    )
+    return SearchStage(name=str(s), **times, split=split, residual_bytes=size, **where)
 
 
 def proved(asked: SearchProblem, found: OrderCandidate) -> float:
