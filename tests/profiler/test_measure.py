@@ -84,7 +84,8 @@ def test_every_op_has_a_cost(captured, profile):
 
 def test_linear_layers(captured, profile):
     (first, cost), (second, same), (frozen, fixed) = by_target(captured, profile, "linear")
-    assert cost.saves == first.inputs and same == replace(cost, saves=second.inputs)
+    assert cost.saves == first.inputs
+    assert same == replace(cost, saves=second.inputs, adds=second.params)
     assert fixed.saves == () and fixed.weight_grad_s == 0.0 and fixed.input_grad_s > 0
 
 
