@@ -1,4 +1,4 @@
-"""Estimated costs against arithmetic by hand. What autograd keeps is tested in test_families."""
+"""Estimated costs against arithmetic by hand. What autograd keeps is tested in test_measure."""
 
 import warnings
 from dataclasses import replace
