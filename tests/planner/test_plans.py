@@ -203,6 +203,7 @@ def test_sizes_between_two_that_were_captured():
         own = between.profiles["a"].costs[name]
         assert own.forward_s == pytest.approx(cost.forward_s, rel=0.05)
         assert own.extra_saved_bytes == cost.extra_saved_bytes and own.saves == cost.saves
+    assert largest_size(range(1, 1000), lambda size: size <= 23) == 23
     assert largest_size([3, 5], lambda size: False) is None
 
 

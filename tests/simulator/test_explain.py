@@ -298,6 +298,14 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
     assert "1OFFLOAD0 waits for a shared link, which 0OFFLOAD0 of rank 0 holds" in sentence(waits[0])
 
 
+def test_the_copy_of_a_reload_may_have_left_before_the_window() -> None:
+    program = parse_program(2, (0,), ("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1",))
+    copy = (0, "h2d", "0RELOAD0", 0.0, 2.0)
+    timeline = measured(1, (0, "compute", "0F1", 0.0, 1.0), copy, (0, "compute", "0B0", 2.0, 3.0))
+    _, _, found = explained(program, timeline, dag(1, []))
+    assert [(i.reason, i.start_s, i.end_s) for i in found.idle] == [("copy", 1.0, 2.0)]
+
+
 def test_a_message_that_waits_for_a_sum_names_it() -> None:
     where = nodes(0, 0, 1, 2, between_nodes=SECOND, node_link=SECOND)
     found = explained_on(*sum_beside_a_message(), where)
