@@ -29,7 +29,10 @@ refused_program = partial(refused, ScheduleError, check_program)
     ("rows", "placement", "words"),
     [
         (("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1"), (0, 1), "move 1F0 to the row of rank 1"),
+        (("0F0 0F1 0B0 0B1 0RECOMPUTE1", GOOD[1]), (0, 1), "whose kind is not a compute action"),
         (("0F0 0B0 0B1", GOOD[1]), (0, 1), "add 0F1"),
+        (("0F0 0F1 0B0", GOOD[1]), (0, 1), "never runs 0B1, nor 0I1 and 0W1"),
+        (("0F0 0F1 0B0 0B1 0W1", GOOD[1]), (0, 1), "both 0B1 and 0W1"),
         (("0F0 0F1 0B0 0I1", GOOD[1]), (0, 1), "add 0W1"),
         (("0F0 0F1 0B0 0W1", GOOD[1]), (0, 1), "add 0I1"),
         (GOOD, (0, 1, 1), "names 3 stages"),
@@ -82,6 +85,12 @@ def edited(rank: int, old: str, new: str) -> Program:
     ("rank", "old", "new", "words"),
     [
         (0, "0SEND_F1>1", "", "add 0SEND_F1>1 to rank 0"),
+        (0, "0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1", "0SEND_F1>1 twice"),
+        (0, "0SEND_F1>1", "0SEND_B1>1", "no gradients pass that way"),
+        (0, "0SEND_F1>1", "0SEND_F1>7", "no values pass that way"),
+        (0, "0SEND_F1>1", "1SEND_F1>0", "does not hold stage 1"),
+        (0, "0STEP", "", "never runs 0STEP"),
+        (0, "0STEP", "0REDUCE 0STEP", "0REDUCE, which has nothing to do there"),
         (0, "0F1 0SEND_F1>1", "0SEND_F1>1 0F1", "put 0F1 in front of 0SEND_F1>1"),
         (1, "1RECV_F1<0 1F1", "1F1 1RECV_F1<0", "put 1RECV_F1<0 in front of 1F1"),
         (0, "0B1 0STEP", "0STEP 0B1", "move 0STEP behind 0B1"),
