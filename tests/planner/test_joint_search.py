@@ -17,7 +17,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
 from pipeloom.plan_settings import PlanSettings
 from pipeloom.planner import planners
-from pipeloom.planner.joint.estimates import CutTimes
+from pipeloom.planner.joint.estimates import NEAR, CutTimes
 from pipeloom.planner.joint.search_record import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import make_plan

@@ -58,10 +58,6 @@ def labelled(*shape: int) -> MakeBatch:
 images, series = labelled(3, 6, 6), labelled(6, WIDTH)
 
 
-def words_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
 class Block(nn.Module):
     """A residual block that normalises."""
 
@@ -111,6 +107,13 @@ class Between(Stack):
     """Its blocks decide on data, so it is cut between its modules."""
 
     block = Deciding
+
+
+class Scores(Stack):
+    """Its loss is the job's."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.run(self.inlet(x)))
 
 
 def job(model: Callable[[], nn.Module], batch: MakeBatch = vectors, **more: Any) -> Job:

@@ -7,6 +7,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,77 +16,37 @@ import torch.nn.functional as F
 from batches import normal
 from torch import Tensor, nn
 
-from .case import (
-    ANYWHERE,
-    CLASSES,
-    WIDTH,
-    WORDS,
-    Between,
-    Block,
-    Case,
-    Deciding,
-    Stack,
-    images,
-    words,
-    words_loss,
-)
+from .case import CLASSES, WIDTH, WORDS, Between, Block, Case, Deciding, Scores, Stack, images, words
 
 
-class BranchInBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Deciding() for _ in range(4))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        return {"loss": F.cross_entropy(self.head(x), y)}
-
-
-class BranchBetween(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.positive = Block()
-        self.negative = Block()
-        self.last = Block()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = self.first(x)
+class BranchBetween(Stack):
+    def run(self, h: Tensor) -> Tensor:
         if h.sum() > 0:
             h = -h
-            h = self.positive(h)
+            h = self.blocks[0](h)
         else:
-            h = self.negative(h)
-        h = self.last(h)
-        if h.mean() > 0.1:
-            h = h * 0.5
-        return {"loss": F.cross_entropy(self.head(h), y)}
+            h = self.blocks[1](h)
+        h = self.blocks[2](h)
+        return h * 0.5 if h.mean() > 0.1 else h
 
 
-class ItemLoop(nn.Module):
-    class Repeating(Block):
+class ItemLoop(Stack):
+    class block(Block):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(int(x.abs().sum().item()) % 3 + 1):
                 x = super().forward(x)
             return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Repeating() for _ in range(3))
+    def prepare(self) -> None:
         self.tail = Block()
-        self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        for _ in range(int(x.abs().sum().item()) % 3):
-            x = self.tail(x)
-        while x.norm() > 4:
-            x = x / 2
-        return {"loss": F.cross_entropy(self.head(x), y)}
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        for _ in range(int(h.abs().sum().item()) % 3):
+            h = self.tail(h)
+        while h.norm() > 4:
+            h = h / 2
+        return h
 
 
 class Routed(nn.Module):
@@ -117,85 +78,56 @@ class Experts(Routed):
         return x
 
 
-class MixtureOfExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(3))
-        self.single = Experts()
-        self.head = nn.Linear(WIDTH, CLASSES)
+class MixtureOfExperts(Stack):
+    block = Experts
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            x = layer(x)
-        x = self.single(x)
-        loss = F.cross_entropy(self.head(x), y)
-        for layer in (*self.layers, self.single):
-            loss = loss + 0.1 * layer.balance
+        loss = super().forward(x, y)["loss"]
+        for block in self.blocks:
+            loss = loss + 0.1 * block.balance
         return {"loss": loss}
 
 
-class TiedWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+class TiedWords(Between):
+    def prepare(self) -> None:
+        self.inlet, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
         self.position = nn.Parameter(torch.randn(6, WIDTH) * 0.1)
         self.scale = nn.Parameter(torch.ones(2))
-        self.blocks = nn.ModuleList(Deciding() for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids) + self.position
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.inlet(ids) + self.position
         for block in self.blocks:
             x = x + block(x) * self.scale[0]
-        return F.linear(self.norm(x), self.embed.weight) * self.scale[1]
+        return F.linear(self.head(x), self.inlet.weight) * self.scale[1]
 
 
-class TiedHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Deciding() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+class TiedHead(Between):
+    def prepare(self) -> None:
+        self.inlet, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.inlet.weight
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.run(self.inlet(ids)))
 
 
-class Skipping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Deciding() for _ in range(3))
+class Skipping(Between):
+    def prepare(self) -> None:
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.mix = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        early = self.inlet(x)
+    def run(self, early: Tensor) -> Tensor:
         order = early.detach().argsort(-1)
         h = self.shared(early)
         half = early * 0.5
-        for block in self.blocks:
-            h = block(h)
-        h = self.shared(h).gather(-1, order)
-        return {"loss": F.cross_entropy(self.head(self.mix(h, early) + half), y)}
+        h = self.shared(super().run(h)).gather(-1, order)
+        return self.mix(h, early) + half
 
 
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ReLU(inplace=True),
-        )
+        both = ((nn.Conv2d(n, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True)) for n in (3, 6))
+        self.body = nn.Sequential(*(layer for three in both for layer in three))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.head = nn.Linear(6, CLASSES)
 
@@ -208,22 +140,6 @@ class Normed(nn.Module):
         h = h + 1.0
         h += h.mean()
         return {"loss": F.cross_entropy(self.head(h.mean((-1, -2))), y)}
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(4))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        x = F.dropout(x, 0.1, self.training)
-        for layer in self.layers:
-            if self.training and torch.rand([]) < 0.3:
-                continue
-            x = layer(x)
-        x = F.dropout(x, 0.1, self.training)
-        return {"loss": F.cross_entropy(self.head(x), y)}
 
 
 @dataclass
@@ -363,18 +279,10 @@ class RoutesBetween(Routed):
         return {"loss": F.cross_entropy(self.head(self.last(self.routed(self.first(x))[0])), y)}
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Deciding()
-        self.b = Deciding()
-        self.c = Deciding()
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        left = self.a(x)
-        right = self.c(self.b(x * 2))
-        return {"loss": F.cross_entropy(self.head(torch.cat([left, right], -1)), y)}
+class Branches(Between):
+    def run(self, h: Tensor) -> Tensor:
+        left = self.blocks[0](h)
+        return left * self.blocks[2](self.blocks[1](h * 2))
 
 
 class PartlyFrozen(Between):
@@ -400,6 +308,10 @@ class NoModules(nn.Module):
 
 
 class LeavesOut(Between):
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(Deciding(), nn.Dropout(0.2))
+
     def run(self, h: Tensor) -> Tensor:
         h = F.dropout(h, 0.1, self.training)
         for block in self.blocks:
@@ -425,11 +337,6 @@ class LayerDrop(Stack):
                 continue
             h = block(h)
         return h
-
-
-class OutputsOnly(Stack):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return self.head(self.run(self.inlet(x)))
 
 
 def scaled_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -522,10 +429,7 @@ class ComparesANumber(Between):
         return self.blocks[1](h)
 
 
-class ComparesWithText(Between):
-    def prepare(self) -> None:
-        self.first = GivesANumber()
-
+class ComparesWithText(ComparesANumber):
     def run(self, h: Tensor) -> Tensor:
         h, scale = self.first(h)
         h = self.blocks[0](h)
@@ -641,81 +545,53 @@ def scripted() -> nn.Module:
 CUTS = (3, 2, 1, 4)
 LINE = r"control_flow\.py:\d+\)"
 NAMES = "a parameter named like a batch entry: one was taken for the other"
+LOST = "the change was lost, or refused"
 TEXT, SCALE = normal(text=(4,), audio=(4,)), normal(x=(4,), scale=(4,))
+OF_WORDS = {"batch": words, "loss": lambda logits, batch: F.cross_entropy(logits.mT, batch["labels"])}
+
+apart = partial(Case, between="data")
+"""A model that decides on data."""
+
+everywhere = partial(apart, cuts=CUTS)
 
 CASES = [
-    Case(
-        BranchInBlock,
-        "every block decides on data",
-        name="branch in blocks",
-        between="data",
-        cuts=CUTS,
-        slow=True,
+    everywhere(Between, "every block decides on data", name="branch in blocks", slow=True),
+    everywhere(BranchBetween, "decides what it calls", name="branch between blocks"),
+    everywhere(ItemLoop, "loops by data", name="loops by item", slow=True),
+    everywhere(MixtureOfExperts, "routes in Python, and leaves a loss", name="experts", slow=True),
+    everywhere(
+        TiedWords, "one embedding, read between modules too", name="tied in glue", **OF_WORDS, slow=True
     ),
-    Case(BranchBetween, "decides what it calls", name="branch between blocks", between="data", cuts=CUTS),
-    Case(ItemLoop, "loops by data", name="loops by item", between="data", cuts=CUTS, slow=True),
-    Case(
-        MixtureOfExperts,
-        "routes in Python, and leaves a loss",
-        name="experts",
-        between="data",
-        cuts=CUTS,
-        slow=True,
-    ),
-    Case(
-        TiedWords,
-        "input and output embedding are one parameter, read between modules too",
-        name="tied in glue",
-        between="data",
-        batch=words,
-        loss=words_loss,
-        cuts=CUTS,
-        slow=True,
-    ),
-    Case(
+    everywhere(
         TiedHead,
         "a parameter in two modules, and rows that count differently",
         name="tied modules",
-        between="data",
-        batch=words,
-        loss=words_loss,
         weight=lambda batch: (batch["labels"] > 2).sum(),
-        cuts=CUTS,
         slow=True,
+        **OF_WORDS,
     ),
-    Case(Skipping, "values pass over stages, one without gradient", name="skips", between="data", cuts=CUTS),
-    Case(
-        Normed,
-        "BatchNorm and ReLU in place",
-        name="batch norm",
-        between="data",
-        batch=images,
-        cuts=CUTS,
-        slow=True,
-    ),
-    Case(Dropping, "layers left out as PyTorch draws", expect="random", between="data", cuts=(2, 4)),
-    Case(Dataclasses, "modules return dataclasses", between="data", slow=True),
-    Case(Nested, "keyword arguments, nested results, numbers and None among them", between="data"),
-    Case(EvaluatesDifferently, "modules return something else in evaluation mode", between="data"),
-    Case(LeavesEarly, "layers behind a decision are not run", between="data", cuts=(2, 3), slow=True),
-    Case(PlainTensors, "tensors that are neither parameters nor buffers, and NumPy", between="data"),
+    everywhere(Skipping, "values pass over stages, one without gradient", name="skips"),
+    everywhere(Normed, "BatchNorm and ReLU in place", name="batch norm", batch=images, slow=True),
+    apart(Dataclasses, "modules return dataclasses", slow=True),
+    apart(Nested, "keyword arguments, nested results, numbers and None among them"),
+    apart(EvaluatesDifferently, "modules return something else in evaluation mode"),
+    apart(LeavesEarly, "layers behind a decision are not run", cuts=(2, 3), slow=True),
+    apart(PlainTensors, "tensors that are neither parameters nor buffers, and NumPy"),
     Case(UsesNumpy, "NumPy in the forward", between="numpy", slow=True),
     Case(InPlace, "changes tensors that modules gave, and views of them", slow=True),
-    Case(InPlaceBetween, "changes what modules gave, and views of it", between="data", slow=True),
-    Case(ChangesItsBatch, "the batch is changed once for each stage", between="data", cuts=(2,)),
-    Case(ThroughViews, "what is sent was changed through a view before", between="data"),
-    Case(LeftInAList, "modules leave tensors where no other stage sees them", between="data", slow=True),
-    Case(RoutesBetween, "sizes between modules depend on data", between="data", slow=True),
-    Case(Branches, "two branches without order between them", between="data", slow=True),
-    Case(PartlyFrozen, "no gradient flows through the first half", between="data"),
-    Case(NoModules, "all parameters are the model's own: one stage", between="data", cuts=(1,)),
-    Case(LeavesOut, "layers left out by PyTorch", expect="random", between="data", cuts=(2, 4), slow=True),
-    Case(
-        LeavesOutByPython, "by Python's random numbers", expect="random", between=".", cuts=(4, 2), slow=True
-    ),
+    apart(InPlaceBetween, "changes what modules gave, and views of it", slow=True),
+    apart(ChangesItsBatch, "the batch is changed once for each stage", cuts=(2,)),
+    apart(ThroughViews, "what is sent was changed through a view before"),
+    apart(LeftInAList, "modules leave tensors where no other stage sees them", slow=True),
+    apart(RoutesBetween, "sizes between modules depend on data", slow=True),
+    apart(Branches, "two branches without order between them", slow=True),
+    apart(PartlyFrozen, "no gradient flows through the first half"),
+    apart(NoModules, "all parameters are the model's own: one stage", cuts=(1,)),
+    apart(LeavesOut, "layers left out by PyTorch", expect="random", cuts=(2, 4)),
+    Case(LeavesOutByPython, "by Python's numbers", expect="random", between=".", cuts=(4, 2), slow=True),
     Case(LayerDrop, "Python's random numbers, nothing left out", between="random numbers", slow=True),
     Case(
-        OutputsOnly,
+        Scores,
         "`.item()` in the loss ended in a traceback of torch's",
         name="number read in the loss",
         between=LINE,
@@ -725,29 +601,23 @@ CASES = [
     Case(Positions, "sizes that nothing is decided on ended in a traceback", between=LINE, cuts=(2, 3)),
     Case(Decides, "what export refuses did not say where it stands", between=LINE, slow=True),
     Case(Looks, "a number that is only looked at was an obstacle"),
-    Case(
+    apart(
         Prefixed,
         "parameters behind a tensor in an object that a module gets were not trained, without a word",
-        between="data",
         cuts=(3, "anywhere"),
     ),
-    Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
-    Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
-    Case(ComparesANumber, "a number of another stage was equal to none, without a word", between="data"),
-    Case(ComparesWithText, "a number of another stage is no text", between="data"),
-    *(
-        Case(model, "the change was lost, or refused", between="data", cuts=(3, 2))
-        for model in (
-            FillsAList,
-            FillsADictionary,
-            FillsAnOrderedDict,
-            ReturnsWhatItFills,
-            ThrowsAwayWhatItFills,
-        )
-    ),
+    apart(Encoders, "submodules named like entries", batch=TEXT, cuts=("anywhere",), slow=True),
+    Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=("anywhere",), slow=True),
+    apart(ComparesANumber, "a number of another stage was equal to none, without a word"),
+    apart(ComparesWithText, "a number of another stage is no text"),
+    apart(FillsAList, LOST),
+    apart(FillsADictionary, LOST),
+    apart(FillsAnOrderedDict, LOST),
+    apart(ReturnsWhatItFills, LOST),
+    apart(ThrowsAwayWhatItFills, LOST),
     Case(ComparesByName, "ended in an IndexError", between="equal"),
-    Case(DrawsByATensor, "ended in an error of torch", expect="random, in evaluation too", between="data"),
-    Case(Moves, "moving a module ended in a KeyError", between="data"),
+    apart(DrawsByATensor, "ended in an error of torch", expect="random, in evaluation too"),
+    apart(Moves, "moving a module ended in a KeyError"),
     Case(MovesInside, "moving a module ended in a KeyError"),
     Case(
         Converts, "converting a module ended in a KeyError", expect="refused: converts", hint="model is made"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import CLASSES, WIDTH, Block, Case, Stack
+from .case import CLASSES, WIDTH, Between, Block, Case, Scores, Stack
 
 
 class Counts(Stack):
@@ -172,7 +172,7 @@ class KeepsWhatItMade(Stack):
         return super().run(h) * self.scale
 
 
-class SetsItUp(Stack):
+class SetsItUp(Between):
     """The first call settles something in an object of settings, as classifiers of transformers do."""
 
     def prepare(self) -> None:
@@ -183,11 +183,6 @@ class SetsItUp(Stack):
             self.settings.kind = "twice"
         h = super().run(h)
         return h * 2 if self.settings.kind == "twice" else h
-
-
-class SetsItUpAndDecides(SetsItUp):
-    def run(self, h: Tensor) -> Tensor:
-        return super().run(h) if h.sum() > -1e9 else h
 
 
 class Averages(Stack):
@@ -267,11 +262,14 @@ class MeanInPlace(Stack):
     def prepare(self) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
 
+    def update(self, new: Tensor) -> None:
+        self.mean += new
+
     def run(self, h: Tensor) -> Tensor:
         h = super().run(h)
         if self.training:
-            self.mean += h.detach().mean(0)
-        return h + self.mean.sum()
+            self.update(h.detach().mean(0))
+        return h + self.mean
 
 
 class MeansInData(MeanInPlace):
@@ -297,19 +295,13 @@ class MeansInData(MeanInPlace):
 
 
 class SetsItsData(MeanInPlace):
-    def run(self, h: Tensor) -> Tensor:
-        h = Stack.run(self, h)
-        if self.training:
-            self.mean.data = 0.5 * self.mean + h.detach().mean(0)
-        return h + self.mean
+    def update(self, new: Tensor) -> None:
+        self.mean.data = 0.5 * self.mean + new
 
 
 class MeanAnew(MeanInPlace):
-    def run(self, h: Tensor) -> Tensor:
-        h = Stack.run(self, h)
-        if self.training:
-            self.mean = 0.5 * self.mean + h.detach().mean(0)
-        return h + self.mean.sum()
+    def update(self, new: Tensor) -> None:
+        self.mean = 0.5 * self.mean + new
 
 
 class MeanInAnAttribute(MeanAnew):
@@ -318,24 +310,18 @@ class MeanInAnAttribute(MeanAnew):
 
 
 class RegistersAnew(MeanInPlace):
-    def run(self, h: Tensor) -> Tensor:
-        h = Stack.run(self, h)
-        if self.training:
-            self.register_buffer("mean", 0.5 * self.mean + h.detach().mean(0))
-        return h + self.mean.sum()
+    def update(self, new: Tensor) -> None:
+        self.register_buffer("mean", 0.5 * self.mean + new)
 
 
-class MeanFromNone(MeanInPlace):
+class MeanFromNone(MeanAnew):
     def prepare(self) -> None:
         self.mean = None
 
     def run(self, h: Tensor) -> Tensor:
-        h = Stack.run(self, h)
         if self.mean is None:
             self.mean = torch.zeros_like(h[0])
-        if self.training:
-            self.mean = 0.5 * self.mean + h.detach().mean(0)
-        return h + self.mean.sum()
+        return super().run(h)
 
 
 class MeanFromNoBuffer(MeanFromNone):
@@ -442,14 +428,11 @@ class CountsByAnOperator(Stack):
         return h
 
 
+FROZEN = "counters in attributes were frozen by tracing, without a word"
+ON_INSTANCES = "only values on instances were watched, and what the first call set was taken as settled"
 DIFFER = "averaged parameters differed between ranks, without a word"
 EARLIER = "the backward of an earlier micro-batch saw changed parameters"
-STEP = "Job.optimizer"
-
-
-class Scores(Stack):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return self.head(self.run(self.inlet(x)))
+STEP, REPLACED = "Job.optimizer", "refused: in the place of the parameter"
 
 
 MEAN = torch.zeros(CLASSES)
@@ -465,33 +448,22 @@ CASES = [
     *(
         Case(
             model,
-            "counters in attributes were frozen by tracing, without a word",
-            expect=rf"refused: the model \({model.__name__}\) changes its attribute {attribute} \(",
-            hint="register_buffer",
-            slow=model is not Counts,
-        )
-        for model, attribute in (
-            (Counts, "steps"),
-            (Remembers, "seen"),
-            (DrawsItself, "generator"),
-        )
-    ),
-    *(
-        Case(
-            model,
-            "only values on instances were watched, and a value that the first call set was taken as settled",
-            expect=rf"refused: \({model.__name__ if owner == 'the model' else 'block'}\) "
+            was,
+            expect=rf"refused: \({'block' if model is CountsForAllBlocks else model.__name__}\) "
             rf"changes its attribute {attribute} \(",
             hint="register_buffer",
-            slow=model in (CountsOnTheClass, LooksAtItsDictionary),
+            slow=model in (Remembers, DrawsItself, CountsOnTheClass, LooksAtItsDictionary),
         )
-        for model, owner, attribute in (
-            (ScaleOnTheClass, "the model", "scale"),
-            (CountsOnTheClass, "the model", "steps"),
-            (CountsForAllBlocks, "blocks", "calls"),
-            (Deletes, "the model", "first"),
-            (LooksAtItsDictionary, "the model", "first"),
-            (CountsInASlot, "the model", "held"),
+        for was, model, attribute in (
+            (FROZEN, Counts, "steps"),
+            (FROZEN, Remembers, "seen"),
+            (FROZEN, DrawsItself, "generator"),
+            (ON_INSTANCES, ScaleOnTheClass, "scale"),
+            (ON_INSTANCES, CountsOnTheClass, "steps"),
+            (ON_INSTANCES, CountsForAllBlocks, "calls"),
+            (ON_INSTANCES, Deletes, "first"),
+            (ON_INSTANCES, LooksAtItsDictionary, "first"),
+            (ON_INSTANCES, CountsInASlot, "held"),
         )
     ),
     Case(ReadyOnTheClass, "a flag on the class was taken as settled", between="attribute ready"),
@@ -500,30 +472,26 @@ CASES = [
     Case(CountsForTheRecord, "a counter that nothing reads is no obstacle", slow=True),
     Case(CountsInside, "counters were frozen by tracing", between="attribute steps"),
     Case(StartsOtherwise, "the first call is another one", between="attribute ready", slow=True),
-    Case(SetsItUp, "what the first call settles is no obstacle", slow=True),
-    Case(SetsItUpAndDecides, "what the first call settles is no obstacle", between="data"),
+    Case(SetsItUp, "what the first call settles is no obstacle", between="data"),
     Case(Averages, "a teacher that the forward averages was another one on each rank"),
     Case(TeacherOfNorms, "it trained, and could not be evaluated", cuts=(3, 2, 6)),
     Case(SmallEmbeddings, "the forward normalises rows", between="changes its parameter"),
     Case(AveragesData, DIFFER, expect="refused: changes the parameter teacher.*between modules", hint=STEP),
-    Case(
-        AveragesAnew,
-        DIFFER,
-        expect="refused: in the place of the parameter teacher.weight",
-        hint=STEP,
-        slow=True,
-    ),
+    Case(AveragesAnew, DIFFER, expect=f"{REPLACED} teacher.weight", hint=STEP, slow=True),
     Case(Shrinks, EARLIER, expect="refused: blocks.0.norm.weight .*while the backward", hint=STEP),
-    Case(ReplacesData, EARLIER, expect="refused: in the place of the parameter blocks.0.norm", hint=STEP),
+    Case(ReplacesData, EARLIER, expect=f"{REPLACED} blocks.0.norm", hint=STEP),
     Case(MeanInPlace, "a running mean that is changed in place", slow=True),
     Case(MeansInData, "changes that no version counter shows were lost", between="fake tensor", cuts=(3, 2)),
     Case(SetsItsData, "export forgets the data of a buffer", between="sets the data", cuts=(2, 1)),
-    Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
-    Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
-    Case(RegistersAnew, "and registers", between="a new tensor as mean", cuts=(2, 1)),
     *(
-        Case(model, "and for what is None at first", between="a new tensor as mean", cuts=(2, 1))
-        for model in (MeanFromNone, MeanFromNoBuffer)
+        Case(model, f"export forgets new tensors for {what}", between="a new tensor as mean", cuts=(2, 1))
+        for model, what in (
+            (MeanAnew, "buffers"),
+            (MeanInAnAttribute, "attributes"),
+            (RegistersAnew, "what is registered again"),
+            (MeanFromNone, "what is None at first"),
+            (MeanFromNoBuffer, "what is None at first"),
+        )
     ),
     Case(AddsUpInAnAttribute, "a new attribute was taken for one that is there"),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),

@@ -15,12 +15,17 @@ from torch.nn.utils import parametrizations
 from .case import ANYWHERE, CLASSES, WIDTH, WORDS, Block, Case, Stack, images, series, words
 
 
-class NamedLikeOps(nn.Module):
+class Into(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 4)
+
+
+class NamedLikeOps(Into):
     """`mean` is a buffer, `mul` a parameter, and both are what ops are called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.Linear(4, 4)
         self.mul = nn.Parameter(torch.full((4,), 1.5))
         self.register_buffer("mean", torch.full((4,), 0.3))
 
@@ -30,20 +35,12 @@ class NamedLikeOps(nn.Module):
         return ((h - self.mean).sin() * middle * self.mul + middle).square().mean()
 
 
-class EntriesNamedLikeOps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(4, 4)
-
+class EntriesNamedLikeOps(Into):
     def forward(self, sin: Tensor, linear: Tensor) -> Tensor:
         return ((self.into(sin).sin() + sin) * linear).cos().square().mean()
 
 
-class Conjugates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(4, 4)
-
+class Conjugates(Into):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.view_as_complex(self.into(x).reshape(-1, 2, 2)).t()
         power = (h @ h.conj().t()).imag.sin()
@@ -318,17 +315,6 @@ class Recurrent(nn.Module):
         return F.cross_entropy(self.head(self.cells(x)[0][:, -1]), y)
 
 
-class EncoderStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.encoder(x).mean(1)), y)
-
-
 class HeadsForSeveralTokens(nn.Module):
     """As DeepSeek-V3's: a block for each word further ahead joins the state with the embedding of the word
     before, and all share the embedding and a head that is tied to it."""
@@ -379,12 +365,7 @@ CASES = [
         for model in (Attention, SharedHead, Einsum, Mixer, Encoder)
     ),
     Case(DroppingEncoder, PRODUCTS, batch=ROWS_OF_HEADS, expect="random", slow=True),
-    Case(
-        HeadsForSeveralTokens,
-        "the embedding and its tied head are read at three depths",
-        batch=words,
-        cuts=(3, 6),
-    ),
+    Case(HeadsForSeveralTokens, "embedding and tied head are read at three depths", batch=words, cuts=(3, 6)),
     Case(AssignsAPart, "assignments to parts become `aten.copy`, which has no derivative", cuts=(2, 1)),
     Case(PlainAttributes, "tensors that are plain attributes were fake at run time", cuts=(2, 1), slow=True),
     Case(CountsRows, "a constant that depends on the size of the micro-batch", slow=True),
@@ -401,15 +382,10 @@ CASES = [
     Case(AlphaDropout, MODES, expect="random", cuts=(2, 4), slow=True),
     Case(RecurrentDropout, MODES, expect="random", between="dropout between", cuts=(2, 4), slow=True),
     Case(Noisy, "drew without a seed", expect="random, in evaluation too", cuts=(2, 99)),
-    Case(partial(Recurrent, nn.LSTM), "PyTorch's own layer", name="LSTM", batch=series, slow=True),
-    Case(
-        partial(Recurrent, nn.GRU, bidirectional=True),
-        "PyTorch's own layer",
-        name="bidirectional GRU",
-        batch=series,
-        slow=True,
+    *(
+        Case(partial(Recurrent, kind, **how), "PyTorch's own layer", name=name, batch=series, slow=True)
+        for name, kind, how in (("LSTM", nn.LSTM, {}), ("bidirectional GRU", nn.GRU, {"bidirectional": True}))
     ),
-    Case(EncoderStack, "PyTorch's own layers", name="nn.TransformerEncoder", batch=series, slow=True),
     *(
         Case(partial(parametrised, how), CHANGES, name=name, cuts=(2, 3), slow=name != "spectral norm")
         for name, how in {
