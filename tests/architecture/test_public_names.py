@@ -14,26 +14,10 @@ import pipeloom
 
 ROOT = Path(__file__).parents[2]
 
-PUBLIC = [
-    "Cluster",
-    "Device",
-    "Job",
-    "Link",
-    "Options",
-    "Pipeline",
-    "PipeloomError",
-    "Plan",
-    "PlanSettings",
-    "__version__",
-    "capture",
-    "load_plan",
-    "plan",
-    "profile",
-    "search_schedule",
-    "simulate",
-    "torch_stages",
-    "verify",
-]
+PUBLIC = (
+    "Cluster Device Job Link Options Pipeline PipeloomError Plan PlanSettings __version__ capture load_plan "
+    "plan profile search_schedule simulate torch_stages verify"
+).split()
 
 
 def test_public_names_are_pinned() -> None:
@@ -48,12 +32,8 @@ def test_every_public_name_loads_from_here_and_no_other_does() -> None:
 
 
 def test_a_name_is_loaded_only_when_it_is_used() -> None:
-    code = (
-        "import sys, pipeloom; "
-        "assert 'pipeloom.ir.cluster' not in sys.modules; "
-        "pipeloom.Cluster; "
-        "assert 'pipeloom.ir.cluster' in sys.modules and 'pipeloom.ir.plan' not in sys.modules"
-    )
+    code = "import sys, pipeloom; assert 'pipeloom.ir.cluster' not in sys.modules; pipeloom.Cluster; "
+    code += "assert 'pipeloom.ir.cluster' in sys.modules and 'pipeloom.ir.plan' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -157,133 +157,118 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("model", "own_loss", "rows", "accumulated"), CASES)
-def test_losses_are_those_of_a_trainer_whatever_they_are(
-    tmp_path: Path, model: type[nn.Module], own_loss: str, rows: int, accumulated: int
-) -> None:
-    """The last update of an epoch has one batch, or two of which one is of a single row; one row has no
-    label. Also where train() is called again."""
+@pytest.fixture
+def kinds() -> tuple[Any, Any]:
+    """The plain one and ours."""
     from transformers import Trainer
 
     from pipeloom.integrations.transformers import PipelineTrainer
 
+    return Trainer, PipelineTrainer
+
+
+def callback(do: Any, *hooks: str) -> Any:
+    """Calls a function of the model."""
+    from transformers import TrainerCallback
+
+    def called(*_: Any, model: Any, **__: Any) -> None:
+        do(model)
+
+    return type("Called", (TrainerCallback,), dict.fromkeys(hooks, called))
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("model", "own_loss", "rows", "accumulated"), CASES)
+def test_losses_are_those_of_a_trainer_whatever_they_are(
+    kinds: Any, tmp_path: Path, model: type[nn.Module], own_loss: str, rows: int, accumulated: int
+) -> None:
+    """The last update of an epoch has one batch, or two of which one is of a single row; one row has no
+    label. Also where train() is called again."""
     change = with_own_loss if own_loss == "compute_loss" else lambda kind: kind
-    more = {"compute_loss_func": by_class} if own_loss == "compute_loss_func" else {}
-    found = [
-        figures(trainer_of(change(kind), model(), rows, tmp_path, **more))
-        for kind in (Trainer, PipelineTrainer)
-    ]
+    more: dict[str, Any] = {"compute_loss_func": by_class} if own_loss == "compute_loss_func" else {}
+    more["accumulated"] = accumulated
+    found = [figures(trainer_of(change(kind), model(), rows, tmp_path, **more)) for kind in kinds]
     assert len(found[0]) == 9
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_callbacks_see_weights_when_an_epoch_ends_and_when_it_evaluates(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainerCallback
+def test_callbacks_see_weights_when_an_epoch_ends_and_when_it_evaluates(kinds: Any, tmp_path: Path) -> None:
+    found: list[list[float]] = []
 
-    from pipeloom.integrations.transformers import PipelineTrainer
+    def see(model: Any) -> None:
+        found[-1].append(float(model.layers[0].weight.detach().norm()))
 
-    class Watches(TrainerCallback):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_evaluate(self, *_: Any, model: Any, **__: Any) -> None:
-            self.seen.append(float(model.layers[0].weight.detach().norm()))
-
-        on_epoch_end = on_evaluate
-
-    found = []
-    for kind in (Trainer, PipelineTrainer):
+    for kind in kinds:
         trainer = trainer_of(kind, AddsMeans(), 16, tmp_path)
         trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
-        trainer.add_callback(watches := Watches())
+        trainer.add_callback(callback(see, "on_evaluate", "on_epoch_end"))
+        found.append([])
         trainer.train()
-        found.append(watches.seen)
     assert len(found[0]) == 6
     assert len(set(found[0])) > 2
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_an_update_that_was_broken_off_leaves_no_batches(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainerCallback
-
-    from pipeloom.integrations.transformers import PipelineTrainer
-
-    class BreaksOff(TrainerCallback):
-        def on_substep_end(self, *_: Any, **__: Any) -> None:
-            raise KeyboardInterrupt
+def test_an_update_that_was_broken_off_leaves_no_batches(kinds: Any, tmp_path: Path) -> None:
+    def break_off(model: Any) -> None:
+        raise KeyboardInterrupt
 
     found = []
-    for kind in (Trainer, PipelineTrainer):
+    for kind in kinds:
         trainer = trainer_of(kind, AddsMeans(), 12, tmp_path)
-        trainer.add_callback(BreaksOff)
+        trainer.add_callback(breaks := callback(break_off, "on_substep_end"))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        trainer.remove_callback(BreaksOff)
+        trainer.remove_callback(breaks)
         found.append(figures(trainer))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_a_model_that_is_changed_is_noticed(tmp_path: Path) -> None:
-    """In training it is refused; afterwards it is what is evaluated. So are optimizers of one's own."""
-    from transformers import TrainerCallback
-
-    from pipeloom.integrations.transformers import PipelineTrainer
-
-    class Unfreezes(TrainerCallback):
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            model.layers[0].weight.requires_grad_(False)
-
-    class Anneals(TrainerCallback):
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            model.scale = 0.5
-
-    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
-    trainer.model.scale = 1.0
-    trainer.add_callback(Anneals)
-    with pytest.raises(ConfigError, match="numbers"):
-        trainer.train()
-
-    class ReadsState(PipelineTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-            return super().compute_loss(model, inputs, *rest, **more) * (self.state.global_step + 1)
-
-    with pytest.raises(ConfigError, match="global_step"):
-        trainer_of(ReadsState, AddsMeans(), 8, tmp_path).train()
-
-    class Logs(PipelineTrainer):
+@pytest.mark.parametrize(
+    ("at_each_step", "with_each_loss", "word"),
+    [
+        (lambda model: setattr(model, "scale", 0.5), None, "numbers"),
+        (lambda model: model.layers[0].weight.requires_grad_(False), None, "changed"),
+        (None, lambda trainer, loss: loss.mul(trainer.state.global_step + 1), "global_step"),
+        (None, lambda trainer, loss: trainer.log({"own": loss.item()}), "logs"),
+    ],
+)
+def test_what_only_the_trainer_sees_is_refused(
+    kinds: Any, tmp_path: Path, at_each_step: Any, with_each_loss: Any, word: str
+) -> None:
+    class Own(kinds[1]):
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
             loss = super().compute_loss(model, inputs, *rest, **more)
-            self.log({"own": loss.item()})
-            return loss
+            made = with_each_loss(self, loss)
+            return loss if made is None else made
 
-    with pytest.raises(ConfigError, match="logs"):
-        trainer_of(Logs, AddsMeans(), 8, tmp_path).train()
+    trainer = trainer_of(Own if with_each_loss else kinds[1], AddsMeans(), 8, tmp_path)
+    trainer.model.scale = 1.0
+    if at_each_step:
+        trainer.add_callback(callback(at_each_step, "on_step_end"))
+    with pytest.raises(ConfigError, match=word):
+        trainer.train()
 
-    class Averages(TrainerCallback):
-        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
-            model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
 
-    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
-    trainer.add_callback(Averages)
+def test_an_optimizer_of_ones_own_is_refused(kinds: Any, tmp_path: Path) -> None:
+    own = type("OwnOptimizer", (kinds[1],), {"create_optimizer": lambda self, model=None: pytest.fail()})
+    with pytest.raises(ConfigError, match="optimizer"):
+        trainer_of(own, AddsMeans(), 8, tmp_path)
+
+
+def test_a_model_that_is_changed_afterwards_is_what_is_evaluated(kinds: Any, tmp_path: Path) -> None:
+    def halve(model: Any) -> None:
+        model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
+
+    trainer = trainer_of(kinds[1], AddsMeans(), 8, tmp_path)
+    trainer.add_callback(callback(halve, "on_train_end"))
     trainer.train()
     halved = {name: 2 * tensor for name, tensor in trainer.model.state_dict().items()}
     torch.testing.assert_close(halved, trainer.pipe.state_dict())
-
-    class OwnOptimizer(PipelineTrainer):
-        def create_optimizer(self, model: nn.Module | None = None) -> Any:
-            raise AssertionError
-
-    trainer = trainer_of(PipelineTrainer, AddsMeans(), 8, tmp_path)
     before = trainer.evaluate()["eval_loss"]
     with torch.no_grad():
         trainer.model.layers[2].weight.zero_()
     assert trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-3)
-    trainer.add_callback(Unfreezes)
-    with pytest.raises(ConfigError, match="changed"):
-        trainer.train()
-    with pytest.raises(ConfigError, match="optimizer"):
-        trainer_of(OwnOptimizer, AddsMeans(), 8, tmp_path)
 
 
 @pytest.mark.slow

@@ -224,10 +224,19 @@ def test_words_are_those_of_a_setting(word: str) -> None:
         read_words([word])
 
 
-@pytest.mark.parametrize("action", ["0F99", "9B0", "nonsense"])
-def test_an_action_that_is_not_there_is_refused(action: str) -> None:
-    with pytest.raises(ScheduleError):
-        DESK.ask({"words": [], "name": "1f1b", "action": action})
+COPIES = {"rows": " ".join(f"0F{b} 0OFFLOAD{b} 0RELOAD{b} 0B{b}" for b in range(5)), "form": "recipe"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "word"),
+    [
+        *((DESK.ask, {"name": "1f1b", "action": action}, "") for action in ("0F99", "9B0", "nonsense")),
+        (DESK.save, {"name": "mine"} | COPIES, "copies"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(answer: Any, asked: dict[str, str], word: str) -> None:
+    with pytest.raises(ScheduleError, match=word):
+        answer({"words": []} | asked)
 
 
 def test_a_copy_is_asked_as_any_action_is() -> None:
@@ -248,17 +257,9 @@ def test_rows_that_alone_would_be_read_otherwise_are_not_edited(name: str) -> No
     assert DESK.draw({"words": [], "entries": [{"name": name}]})["drawn"][0]["rows"] is None
 
 
-def test_rows_with_copies_are_no_recipe() -> None:
-    rows = " ".join(f"0F{b} 0OFFLOAD{b} 0RELOAD{b} 0B{b}" for b in range(5))
-    with pytest.raises(ScheduleError, match="copies"):
-        DESK.save({"words": [], "name": "mine", "rows": rows, "form": "recipe"})
-
-
 def test_a_setting_that_suits_some_schedules_is_drawn_for_these() -> None:
-    words = ["-T", "0.1,0.1,0.1"]
-    one, other = DESK.draw({"words": words, "entries": [{"name": "1f1b"}, {"name": "interleaved_1f1b"}]})[
-        "drawn"
-    ]
+    words, both = ["-T", "0.1,0.1,0.1"], [{"name": "1f1b"}, {"name": "interleaved_1f1b"}]
+    one, other = DESK.draw({"words": words, "entries": both})["drawn"]
     assert one["figures"]["step_s"] > 33 and "boundaries" in other["error"]["message"]
     answers = {name: DESK.figures({"words": words, "name": name}) for name in names()}
     assert {"error" in answer for answer in answers.values()} == {True, False}
@@ -284,9 +285,5 @@ def test_a_run_without_a_flush_takes_the_time_of_one_step(tmp_path: Path) -> Non
     (tmp_path / "timelines.json").write_text("[")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     damaged = run_shown(tmp_path, {})
-    assert (
-        "timelines.json" in damaged["said"]
-        and "\n" not in damaged["said"]
-        and damaged["losses"]
-        and not damaged["pictures"]
-    )
+    assert "timelines.json" in damaged["said"] and "\n" not in damaged["said"]
+    assert damaged["losses"] and not damaged["pictures"]

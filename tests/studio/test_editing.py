@@ -52,19 +52,6 @@ def test_the_rule_stands_under_the_row_that_breaks_it(studio: Any, row: str, sen
     assert page.page.locator(".row[data-broken]").count() == 1
 
 
-def test_what_was_typed_just_before_done_counts(studio: Any) -> None:
-    page = edited(studio)
-    text = "0F0 0F1 0F2 0B0 0B1 0B2"
-    page.page.evaluate(
-        """(text) => { const area = document.querySelector("#rows textarea");
-        area.value = text; area.dispatchEvent(new Event("input")); $("close").click(); }""",
-        text,
-    )
-    page.drawn()
-    assert page.page.evaluate("state.entries[0].rows.split('\\n')[0]") == text
-    assert page.figures()["peak"] == 3 and not page.page.is_visible("#editor")
-
-
 TYPED = """
 const type = (rank, text) => {
   const area = $("rows").querySelectorAll("textarea")[rank];
@@ -76,14 +63,14 @@ const type = (rank, text) => {
 """
 
 
-def test_no_answer_overwrites_what_is_typed(studio: Any) -> None:
+def test_no_answer_overwrites_what_is_typed_which_counts_just_before_done(studio: Any) -> None:
     page = edited(studio)
-    assert (
-        page.page.evaluate(
-            f"(() => {{{TYPED} const area = type(1, 'x'); showEditor(); return area.value}})()"
-        )
-        == "x"
-    )
+    text = "0F0 0F1 0F2 0B0 0B1 0B2"
+    steps = f"const area = type(0, '{text}'); showEditor(); const seen = area.value; $('close').click();"
+    assert page.page.evaluate(f"(() => {{{TYPED} {steps} return seen}})()") == text
+    page.drawn()
+    assert page.page.evaluate("state.entries[0].rows.split('\\n')[0]") == text
+    assert page.figures()["peak"] == 3 and not page.page.is_visible("#editor")
 
 
 def test_a_block_is_dropped_into_rows_as_they_are_typed_by_then_and_these_are_saved(
@@ -135,7 +122,7 @@ def test_a_block_is_dragged_to_another_place(studio: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_order_of_the_library_is_recognised(studio: Any) -> None:
+def test_an_order_of_the_library_is_recognised_and_one_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
     page = edited(studio)
     page.settled()
     assert "mine is 1f1b" in page.page.inner_text("#known")
@@ -147,6 +134,10 @@ def test_an_order_of_the_library_is_recognised(studio: Any) -> None:
     write(page, 0, "0F0 0F1 0F2 0B1 0B0 0B2")
     page.settled()
     assert "none of the library" in page.page.inner_text("#known")
+    page.page.get_by_role("button", name="recipe .py").click()
+    page.wait_until("!$('problem').hidden")
+    assert "does not repeat" in page.page.inner_text("#problem")
+    page.complaints.clear()  # the browser notes the refusal, which is the answer
 
 
 def test_saved_files_are_read_by_the_commands(
@@ -166,16 +157,6 @@ def test_saved_files_are_read_by_the_commands(
     for count in (6, 9):
         rows = [good("schedule", "export", n, "-p", 3, "-m", count) for n in ("mine.py:mine", "1f1b")]
         assert rows[0] == rows[1] != ""
-
-
-@pytest.mark.slow
-def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
-    page = edited(studio)
-    write(page, 0, "0F0 0F1 0F2 0B0 0B2 0B1")
-    page.page.get_by_role("button", name="recipe .py").click()
-    page.wait_until("!$('problem').hidden")
-    assert "does not repeat" in page.page.inner_text("#problem")
-    page.complaints.clear()  # the browser notes the refusal, which is the answer
 
 
 @pytest.mark.slow

@@ -44,18 +44,14 @@ def test_each_control_changes_the_picture_as_the_command_does(
         assert f"{rank['peak']:.4g}" in shown
 
 
-def test_a_slider_does_what_its_field_does(studio: Any) -> None:
+def test_a_slider_does_what_its_field_does_and_the_address_follows_once_it_rests(studio: Any) -> None:
+    """Browsers refuse to change it often."""
     page = studio(s="1f1b")
     page.page.locator('[data-slides="-p"]').fill("6")
     page.drawn()
     assert page.figures() == pytest.approx(command("schedule", "compare", "1f1b", "-p", "6")["1f1b"])
     page.wait_until("location.hash.includes('-p=6')")
     assert page.page.input_value('[data-option="-p"]') == "6"
-
-
-def test_the_address_follows_once_a_slider_rests(studio: Any) -> None:
-    """Browsers refuse to change it often."""
-    page = studio(s="1f1b")
     page.settled("settled")
     page.page.evaluate(
         """(() => {
@@ -69,10 +65,14 @@ def test_the_address_follows_once_a_slider_rests(studio: Any) -> None:
     assert page.page.evaluate("window.calls") == 1
 
 
-def test_an_error_stays_until_its_own_panel_is_well_again(studio: Any) -> None:
+def test_a_refused_setting_leaves_a_pale_picture_and_its_error_until_it_is_well_again(studio: Any) -> None:
     page = studio(s="1f1b", **{"-p": "3"})
     page.page.evaluate("say('plan', 'too large')")
+    page.set("-F", "1,2,1")
+    assert "stale" not in page.page.locator("#timelines").get_attribute("class")
     page.set("-F", "x")
+    assert "stale" in page.page.locator("#timelines").get_attribute("class")
+    assert all("422" in line for line in page.complaints)  # the browser's own line for a refusal
     page.complaints.clear()
     assert {"too large", "correct the setting"} <= set(page.page.inner_text("#problem").split("\n"))
     page.set("-F", "1")
@@ -187,20 +187,8 @@ def test_what_is_small_is_drawn_as_it_is(studio: Any) -> None:
     """Idle time between narrow blocks, and memory whose first round number would be above all of it."""
     page = studio(s="1f1b", **{"-p": "16", "-m": "16"})
     assert page.page.evaluate(THIRDS) == pytest.approx(60)
-    shapes = "memoryShapes(memory, view, { width: 900 }).shapes"
-    assert "10" in page.page.evaluate(
-        f"{shapes}.filter((one) => one.anchor === 'end').map((one) => one.text)"
-    )
-
-
-def test_a_setting_that_is_refused_leaves_a_pale_picture(studio: Any) -> None:
-    page = studio(s="1f1b", **{"-p": "3"})
-    page.set("-F", "1,2,1")
-    assert "stale" not in page.page.locator("#timelines").get_attribute("class")
-    page.set("-F", "x")
-    assert "stale" in page.page.locator("#timelines").get_attribute("class")
-    assert all("422" in line for line in page.complaints)  # the browser's own line for a refusal
-    page.complaints.clear()
+    labels = "memoryShapes(memory, view, { width: 900 }).shapes.filter((one) => one.anchor === 'end')"
+    assert "10" in page.page.evaluate(f"{labels}.map((one) => one.text)")
 
 
 def test_large_pipelines_draw_what_is_visible_and_keys_go_through_them(studio: Any) -> None:

@@ -37,7 +37,7 @@ def assert_bits(build: Callable[[], nn.Module], *, whole: bool = False) -> None:
     before = torch.get_rng_state()
     plan, names = made(build), list(expected)
     assert bool(plan.why_whole) == whole, plan.why_whole
-    for wanted in (names, names[len(names) // 2 :], names[: len(names) // 2], names[-1:]):
+    for wanted in (names, names[len(names) // 2 :], names[-1:]):
         found = plan.materialise(3, wanted)
         assert list(found) == wanted
         for name in wanted:
@@ -101,10 +101,9 @@ def test_the_mode_is_never_copied(monkeypatch) -> None:
         raise AssertionError("the mode of fake tensors was copied")
 
     monkeypatch.setattr(FakeTensorMode, "__deepcopy__", copied, raising=False)
-    for layer in (lambda: nn.Linear(4, 4), lambda: nn.BatchNorm1d(4), Shares):
-        plan = made(lambda layer=layer: _twice(layer()))
-        assert not plan.why_whole
-        assert len({t.fake_mode for t in [*plan.model.parameters(), *plan.model.buffers()]}) == 1
+    plan = made(lambda: _twice(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Shares())))
+    assert not plan.why_whole
+    assert len({t.fake_mode for t in [*plan.model.parameters(), *plan.model.buffers()]}) == 1
 
 
 def test_copies_share_memory_where_the_originals_do() -> None:
@@ -119,12 +118,6 @@ def test_copies_share_memory_where_the_originals_do() -> None:
     assert found["1.row"].data_ptr() == found["1.whole"][1].data_ptr()
     assert plan.model[1].row.note == ["attached"]
     assert plan.model[1].row.note is not plan.model[0].row.note
-
-
-def test_tied_parameters_stay_tied_in_a_copy() -> None:
-    assert_bits(tied_twice)
-    named: dict[str, Tensor] = dict(made(tied_twice).model.named_parameters(remove_duplicate=False))
-    assert named["1.0.weight"] is named["1.1.weight"] is not named["0.0.weight"]
 
 
 # Constructors whose parameters came out different from one process, or needed the whole model.
@@ -178,8 +171,6 @@ def initialised(init: Callable[[Tensor], object]) -> Callable[[], nn.Module]:
             initialised,
             [
                 nn.init.orthogonal_,
-                nn.init.xavier_normal_,
-                nn.init.kaiming_uniform_,
                 nn.init.eye_,
                 lambda w: nn.init.sparse_(w, 0.5),
                 # PyTorch 2.13 draws until all values are within the bounds, which no fake tensor can tell.
@@ -188,9 +179,8 @@ def initialised(init: Callable[[Tensor], object]) -> Callable[[], nn.Module]:
             ],
         ),
         of_other_data,
-        lambda: _twice(nn.BatchNorm1d(4)),
-        lambda: _twice(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))),
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        lambda: _twice(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))),
+        tied_twice,
         # These exchange the data under a parameter: replaying by object gave the old dtype.
         lambda: nn.Linear(4, 3).to(torch.bfloat16),
         lambda: nn.Sequential(nn.Linear(4, 3).half(), nn.Linear(3, 4).double()),
@@ -242,21 +232,18 @@ def test_what_was_there_before_is_refused_and_left_as_it_is() -> None:
 def test_a_constructor_that_seeds() -> None:
     """A generator of its own was left advanced by the first replay, and `manual_seed` was not replayed."""
 
-    class Features(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            own = torch.Generator().manual_seed(5)
-            self.register_buffer("fixed", torch.randn(4, 4, generator=own))
-            self.register_buffer("also", torch.randn(4, 4, generator=own))
-            own.manual_seed(5)
-            self.register_buffer("again", torch.randn(4, generator=own))
-            torch.manual_seed(11)
-            self.last = nn.Linear(4, 4)
+    def features() -> nn.Module:
+        first = nn.Linear(4, 4)
+        own = torch.Generator().manual_seed(5)
+        first.register_buffer("fixed", torch.randn(4, 4, generator=own))
+        first.register_buffer("also", torch.randn(4, 4, generator=own))
+        own.manual_seed(5)
+        first.register_buffer("again", torch.randn(4, generator=own))
+        torch.manual_seed(11)
+        return nn.Sequential(first, nn.Linear(4, 4))
 
-    plan = made(Features)
-    assert_bits(Features)
-    assert torch.equal(plan.materialise(0, ["also"])["also"], plan.materialise(1, ["also"])["also"])
+    assert_bits(features)
+    assert len({float(made(features).materialise(seed, ["0.also"])["0.also"].sum()) for seed in (0, 1)}) == 1
 
 
 def test_a_constructor_that_draws_by_python_or_numpy_draws_the_same_each_time() -> None:

@@ -12,7 +12,7 @@ from pipeloom import Job, Pipeline, PipeloomError, capture
 from pipeloom.ir.errors import CaptureError, ConfigError
 from pipeloom.profiler.measure_ops import measure
 
-X, Y = torch.ones(4, 3), torch.zeros(4, 3)
+X, Y, IDS = torch.ones(4, 3), torch.zeros(4, 3), torch.arange(4)
 
 
 class Cleans(nn.Module):
@@ -24,8 +24,22 @@ class Cleans(nn.Module):
         return self.layer(noisy)
 
 
-def captured(loss: Any = None, **batch: Tensor) -> object:
-    return capture(Job(model=Cleans, batch=lambda seed, rows: batch, loss=loss), 4)
+class MisCalls(Cleans):
+    def forward(self, noisy: Tensor) -> Tensor:
+        return super().forward(noisy, 3)  # type: ignore[call-arg]
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 3, max_norm=1.0)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return (self.words(one) * self.words(other)).mean()
+
+
+def captured(loss: Any = None, model: type[nn.Module] = Cleans, **batch: Tensor) -> object:
+    return capture(Job(model=model, batch=lambda seed, rows: batch, loss=loss), 4)
 
 
 def pipeline(example: Any, loss: Any = None) -> object:
@@ -35,6 +49,12 @@ def pipeline(example: Any, loss: Any = None) -> object:
 @pytest.mark.parametrize(
     ("made", "error", "word", "hint"),
     [
+        (
+            lambda: captured(None, Embeds, one=IDS, other=IDS),
+            CaptureError,
+            "=1 of Embedding words",
+            "max_norm",
+        ),
         (
             lambda: captured(lambda o, b: (o - b["claen"]).mean(), noisy=X, clean=Y),
             CaptureError,
@@ -60,6 +80,7 @@ def pipeline(example: Any, loss: Any = None) -> object:
         (lambda: pipeline((X, Y), lambda o, a, b: o.mean()), ConfigError, "the last part of", "dictionary"),
         (lambda: pipeline((X, Y), lambda o, b: o.nope()), CaptureError, "gets .outputs, target.", "PyTorch"),
         (lambda: pipeline({"noisy": X, "clean": Y}), CaptureError, "no 'clean'", "Pipeline loss="),
+        (lambda: pipeline((X, Y), torch.cosine_similarity), CaptureError, "got shape", ""),  # a builtin
     ],
 )
 def test_what_failed_is_told(
@@ -70,49 +91,22 @@ def test_what_failed_is_told(
     assert hint in (caught.value.hint or "") and "torch.export" not in caught.value.message.split(";")[0]
 
 
-BOTH = r"capture model: TypeError: .*; and as modules: the forward of model fails: TypeError.*\n.* such a"
-
-
-def test_a_type_error_inside_the_forward_is_its_own() -> None:
-    class Odd(Cleans):
-        def forward(self, noisy: Tensor) -> Tensor:
-            return super().forward(noisy, 3)  # type: ignore[call-arg]
-
-    with pytest.raises(CaptureError, match=BOTH):
-        capture(Job(model=Odd, batch=lambda seed, rows: {"noisy": X}), 4)
-
-
-def test_a_builtin_gets_outputs_and_target() -> None:
-    with pytest.raises(CaptureError, match="got shape"):
-        pipeline((X, Y), torch.cosine_similarity)
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 3, max_norm=1.0)
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        return (self.words(one) * self.words(other)).mean()
-
-
-def test_an_embedding_whose_max_norm_cannot_be_kept_is_named() -> None:
-    batch = {"one": torch.arange(4), "other": torch.arange(4)}
-    with pytest.raises(CaptureError, match="max_norm=1 of Embedding words") as caught:
-        capture(Job(model=Embeds, batch=lambda seed, rows: batch), 4)
-    assert "max_norm" in str(caught.value.hint)
-
-
-def scores(output: Tensor, batch: Any) -> Tensor:
-    return output.mean()
-
-
 def numbered(seed: int, rows: int) -> dict[str, Tensor]:
     return {"input": torch.full((rows, 2), 9 if seed else 1)}
 
 
+def test_a_type_error_inside_the_forward_is_its_own() -> None:
+    both = r"capture model: TypeError: .*; and as modules: the forward of model fails: TypeError.*\n.* such a"
+    with pytest.raises(CaptureError, match=both):
+        captured(model=MisCalls, noisy=X)
+
+
 def test_a_number_that_an_op_does_not_take_is_told() -> None:
     """In the first step, in later ones, and where ops are timed."""
+
+    def scores(output: Tensor, batch: Any) -> Tensor:
+        return output.mean()
+
     job = Job(model=lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), batch=numbered, loss=scores)
     plan = runs.even_plan(job, 2, microbatches=2)
 

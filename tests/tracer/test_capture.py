@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import nets
 import pytest
 import torch
-from odd.case import CLASSES, WIDTH, Deciding, Stack, job, vectors
+from odd.case import CLASSES, WIDTH, Deciding, Scores, Stack, job, vectors
 from odd.values import AlphaDropout
 from processes import output
 from runs import capture_of, even, plan_for
@@ -153,16 +153,12 @@ def untensored(seed: int, size: int) -> dict[str, object]:
     ("model", "batch", "message"),
     [
         (nets.GPT, untensored, "'input_ids' is a list"),
-        (
-            lambda: nets.Skips().requires_grad_(False),
-            nets.vector_batch,
-            "no parameter .* gradient",
-        ),
+        (lambda: nets.Skips().requires_grad_(False), nets.vector_batch, "no parameter .* gradient"),
         (Stack, unrowed, "'x' is a tensor without rows"),
         (
             partial(shared, lambda t: (t[:8], t[:8])),
             vectors,
-            r"blocks.0.net.2.weight and blocks.1.net.2.weight",
+            "blocks.0.net.2.weight and blocks.1.net.2.weight",
         ),
         (partial(shared, lambda t: (t[:8], t[7:15])), vectors, "same memory"),
         (with_a_view, vectors, "head.weight and first"),
@@ -206,11 +202,6 @@ def test_parameters_may_be_parts_of_one_tensor(model: Callable[[], nn.Module]) -
 # Parameters that are not the model's.
 
 
-class Plain(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.run(self.inlet(x)))
-
-
 def copies_of(net: nn.Module, loss: nn.Module) -> Job:
     """As `Pipeline` does with a module."""
     return Job(
@@ -221,20 +212,20 @@ def copies_of(net: nn.Module, loss: nn.Module) -> Job:
 
 
 def test_parameters_that_nothing_trains_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    net, teacher = Plain(), nn.Linear(WIDTH, WIDTH)
+    net, teacher = Scores(), nn.Linear(WIDTH, WIDTH)
     net.blocks[0].register_forward_hook(lambda module, given, output: output + teacher(output.detach()))
     teacher.requires_grad_(False)
     capture(copies_of(net, nn.Softmax(1)), 2)
     assert "pipeloom" not in {record.name for record in caplog.records}
     teacher.requires_grad_(True)
-    for each in (copies_of(net, nn.Softmax(1)), copies_of(Plain(), nn.Linear(CLASSES, 1))):
+    for each in (copies_of(net, nn.Softmax(1)), copies_of(Scores(), nn.Linear(CLASSES, 1))):
         caplog.clear()
         assert capture(each, 2).graph.fallback == ""
         assert "nothing trains them" in caplog.text and "test_capture.py" in caplog.text
 
 
 def test_a_forward_that_uses_none_of_the_copy_is_refused() -> None:
-    net = Plain()
+    net = Scores()
     forward = net.forward
     net.forward = lambda x: forward(x) * 2
     with pytest.raises(CaptureError, match="no gradient for any parameter"):
@@ -320,20 +311,19 @@ def test_what_a_mode_of_the_users_own_sets_is_set_back() -> None:
     assert model.scale == 2.0 and model.training
 
 
-class AveragesInEitherMode(Stack):
+class CountsInEitherMode(Stack):
     def prepare(self) -> None:
-        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
 
     def run(self, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(h.mean(0) * 0.1)
-        return super().run(h - self.mean)
+        self.count += 1
+        return super().run(h - self.count)
 
 
 def test_updates_that_evaluation_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    averages = job(AveragesInEitherMode)
-    capture_evaluation(averages, capture(averages, 2), averages.batch(0, 2))
-    assert "changes mean in evaluation mode" in caplog.text
+    counts = job(CountsInEitherMode)
+    capture_evaluation(counts, capture(counts, 2), counts.batch(0, 2))
+    assert "changes count in evaluation mode" in caplog.text
 
 
 def test_a_stage_that_only_trains() -> None:
@@ -355,9 +345,8 @@ def test_a_stage_that_only_trains() -> None:
 def test_attributes_are_put_back() -> None:
     layer = nn.Linear(2, 2)
     held = {"items": [1, {2}], "drawn": random.Random(0), "layer": layer}
-    layer.chain = reduce(
-        lambda chain, _: SimpleNamespace(next=chain), range(400), None
-    )  # Python's stack is less
+    # Python's stack is less.
+    layer.chain = reduce(lambda chain, _: SimpleNamespace(next=chain), range(400), None)
     layer.held, layer.name = held, "before"
     state = held["drawn"].getstate()
     with attributes_kept(layer):

@@ -1,4 +1,4 @@
-"""Causal masks that a model makes are said to attention instead; all others stay."""
+"""Causal masks that a model makes are said to attention instead; joins with empty tensors copy nothing."""
 
 from __future__ import annotations
 
@@ -70,10 +70,13 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("name", LIKE)
-def test_a_causal_mask_is_left_out(name: str) -> None:
-    captured = runs.capture_of(job(LIKE[name]))
+def test_a_causal_mask_is_left_out_and_nothing_else_changes(name: str) -> None:
+    one = job(LIKE[name])
+    captured = runs.capture_of(one)
     assert causal(captured) == [True]
     assert not [op for op in captured.graph.ops if op.target.startswith(("aten.le", "aten.arange"))]
+    plan, batches = runs.even_plan(one, 1, microbatches=2), [one.batch(1, 4)]
+    runs.assert_same(runs.pipelined(one, plan, batches), runs.plain(one, batches, 2), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -90,11 +93,32 @@ def test_what_a_mask_is_made_of_may_be_deeper_than_pythons_stack() -> None:
     assert len(ancestors([last], lambda _: False)) == 1201
 
 
-def test_it_computes_the_same() -> None:
-    one = job(LIKE["added"])
-    plan = runs.even_plan(one, 1, microbatches=2)
-    batches = [one.batch(1, 4)]
-    runs.assert_same(runs.pipelined(one, plan, batches), runs.plain(one, batches, 2), tolerance=1e-6)
+class Joins(nn.Module):
+    def __init__(self, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.join = nn.Linear(4, 4), join
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.join(self.layer(given).transpose(0, 1)).square().mean()
+
+
+def empty(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(0, x.shape[1], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("join", "kept"),
+    [
+        (lambda x: torch.cat([empty(x), x, empty(x)]), 0),
+        (lambda x: torch.cat([x, x]), 1),
+        (lambda x: torch.cat([empty(x, torch.float64), x]), 1),
+        (lambda x: torch.cat([empty(x), x]).as_strided((4, 2), (2, 1)), 1),
+    ],
+    ids=["a new cache", "twice", "as another type", "before its layout is read"],
+)
+def test_a_new_cache_is_joined_to_nothing(join: Callable[[Tensor], Tensor], kept: int) -> None:
+    captured = runs.capture_of(Job(model=lambda: Joins(join), batch=normal(given=(4,))))
+    assert sum(op.target == "aten.cat.default" for op in captured.graph.ops) == kept
 
 
 def test_transformers_makes_no_mask_and_joins_nothing_to_keys() -> None:

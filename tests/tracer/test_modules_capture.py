@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from odd.case import Between, Deciding, job
-from odd.control_flow import (
-    JOBS,
-    Branches,
-    BranchInBlock,
-    Dropping,
-    LeftInAList,
-    PartlyFrozen,
-    PlainTensors,
-)
+from odd.control_flow import JOBS, Branches, LeavesOut, LeftInAList, PartlyFrozen, PlainTensors
 from runs import capture_of
 from torch import Tensor, nn
 
@@ -31,8 +23,8 @@ from pipeloom.tracer.modules.units import derive_units, listed_units
 
 def picture(graph: OpGraph) -> str:
     """One line per op: what it reads -> what it makes."""
-    rows = [f"{op.name}: {' '.join(op.inputs)} -> {' '.join(v.name for v in op.outputs)}" for op in graph.ops]
-    return "\n".join(rows)
+    made = {op.name: " ".join(value.name for value in op.outputs) for op in graph.ops}
+    return "".join(f"{op.name}: {' '.join(op.inputs)} -> {made[op.name]}\n" for op in graph.ops)
 
 
 def test_the_reason_is_kept_and_logged_once(
@@ -44,7 +36,7 @@ def test_the_reason_is_kept_and_logged_once(
         capture(JOBS["branch in blocks"], 2)
     (record,) = [r for r in caplog.records if r.name == "pipeloom"]
     assert record.getMessage() == f"{captured.graph.fallback}; cutting between its modules instead"
-    assert "BranchInBlock: GuardOnDataDependentSymNode" in captured.graph.fallback
+    assert "Between: GuardOnDataDependentSymNode" in captured.graph.fallback
     out, err = capfd.readouterr()
     assert out == "" and "def forward" not in err
     assert captured.cut is not None and not captured.module.graph.find_nodes(op="placeholder")
@@ -52,12 +44,12 @@ def test_the_reason_is_kept_and_logged_once(
 
 PICTURES = {
     "tied in glue": """\
-embed: ids -> blocks.0<0
+inlet: ids -> blocks.0<0
 blocks.0: blocks.0<0 -> blocks.1<0
 blocks.1: blocks.1<0 -> blocks.2<0
-blocks.2: blocks.2<0 -> blocks.3<0
-blocks.3: blocks.3<0 -> norm<0
-norm: norm<0 labels -> =loss""",
+blocks.2: blocks.2<0 -> head<0
+head: head<0 labels -> =loss
+""",
     "skips": """\
 inlet: x -> shared<0 inlet
 shared: shared<0 -> blocks.0<0
@@ -66,27 +58,32 @@ blocks.1: blocks.1<0 -> blocks.2<0
 blocks.2: blocks.2<0 -> shared#1<0
 shared#1: shared#1<0 inlet -> mix<0
 mix: shared<0 mix<0 -> head<0
-head: head<0 y -> =loss""",
+head: head<0 y -> =loss
+""",
     "branch between blocks": """\
-first: x -> positive<0 path:first
-positive: positive<0 path:first -> last<0 path:positive
-last: last<0 path:positive -> head<0 path:last
-head: head<0 y path:last -> =loss""",
+inlet: x -> blocks.1<0 path:inlet
+blocks.1: blocks.1<0 path:inlet -> blocks.2<0 path:blocks.1
+blocks.2: blocks.2<0 path:blocks.1 -> head<0 path:blocks.2
+head: head<0 y path:blocks.2 -> =loss
+""",
     "independent branches": """\
-a: x -> a
-b: x -> c<0
-c: c<0 -> c
-head: a c y -> =loss""",
+inlet: x -> blocks.0<0
+blocks.0: blocks.0<0 -> blocks.0
+blocks.1: blocks.0<0 -> blocks.2<0
+blocks.2: blocks.2<0 -> blocks.2
+head: blocks.0 blocks.2 y -> =loss
+""",
     "lists of modules": """\
-blocks.0: x -> blocks.1<0
-blocks.1+blocks.2: blocks.1<0 -> blocks.3<0
-blocks.3+head: blocks.3<0 y -> =loss""",
+inlet: x -> blocks.0<0
+blocks.0+blocks.1: blocks.0<0 -> blocks.2<0
+blocks.2+head: blocks.2<0 y -> =loss
+""",
 }
 """Sums belong to the module that they follow, values skip over modules, a module that is called twice is two
 ops, branches stay independent, and decisions between modules go along."""
 
-LISTS = [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "head"]]
-FURTHER = {"independent branches": job(Branches), "lists of modules": job(BranchInBlock, modules=LISTS)}
+LISTS = [["inlet"], ["blocks.0", "blocks.1"], ["blocks.2", "head"]]
+FURTHER = {"independent branches": job(Branches), "lists of modules": job(Between, modules=LISTS)}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -96,9 +93,10 @@ def test_pictures(name: str) -> None:
 
 def test_parameters_belong_to_the_op_that_reads_them() -> None:
     graph = capture_of(JOBS["tied in glue"]).graph
-    assert graph.op["embed"].params == ("position", "embed.weight")
-    assert set(graph.op["norm"].params) == {"embed.weight", "scale", "norm.weight", "norm.bias"}
-    assert graph.op["embed"].target == "module:embed" and graph.op["embed"].module == "embed"
+    inlet = graph.op["inlet"]
+    assert set(inlet.params) == {"position", "inlet.weight"}
+    assert set(graph.op["head"].params) == {"inlet.weight", "scale", "head.weight", "head.bias"}
+    assert inlet.target == "module:inlet" and inlet.module == "inlet"
     graph = capture_of(JOBS["skips"]).graph
     assert graph.op["shared"].params == graph.op["shared#1"].params == ("shared.weight", "shared.bias")
     stages = cut(graph, {op.name: index // 4 for index, op in enumerate(graph.ops)})
@@ -113,8 +111,8 @@ def test_buffers_and_random_modules_are_marked() -> None:
         "body.4": ("body.4.running_mean", "body.4.running_var", "body.4.num_batches_tracked"),
         "body.5": ("seen",),
     }
-    random = [op.name for op in capture_of(job(Dropping)).graph.ops if op.random]
-    assert random == ["layers.0.1", "layers.1.1", "layers.3.1"]  # a third layer was left out
+    random = [op.name for op in capture_of(job(LeavesOut)).graph.ops if op.random]
+    assert random == ["inlet", "blocks.2.1"]  # the other blocks were left out
 
 
 class Observes(Between):
@@ -162,14 +160,14 @@ def test_graphs_serialise_and_are_the_same_every_time(name: str) -> None:
 
 
 def test_modules_outside_all_lists_run_where_they_are_called() -> None:
-    graph = capture(job(BranchInBlock, modules=[["blocks.1"], ["head"]]), 2).graph
-    assert {p.split(".")[1] for p in graph.op["blocks.1"].params} == {"0", "1", "2", "3"}
+    graph = capture(job(Between, modules=[["blocks.1"], ["head"]]), 2).graph
+    apart = {f"blocks.{n}.norm.weight" for n in range(3)}
+    assert {"inlet.weight", *apart} <= {*graph.op["blocks.1"].params}
     assert graph.fallback == "Job.modules says where to cut"
 
 
-class WithUnused(BranchInBlock):
-    def __init__(self) -> None:
-        super().__init__()
+class WithUnused(Between):
+    def prepare(self) -> None:
         self.unused = nn.Linear(2, 2)
 
 
@@ -178,10 +176,10 @@ class WithUnused(BranchInBlock):
     [
         (
             WithUnused,
-            [["blocks.0", "blocks.2"], ["blocks.1", "blocks.3", "head"]],
-            r"blocks.0\+blocks.2 reads what blocks.1 makes, which is in a later",
+            [["inlet", "blocks.0", "blocks.2"], ["blocks.1", "head"]],
+            r"inlet\+.*blocks.2 reads what blocks.1 makes, which is in a later",
         ),
-        (WithUnused, [["blocks"], ["head"], ["unused"]], "calls none of unused"),
+        (WithUnused, [["inlet", "blocks"], ["head"], ["unused"]], "calls none of unused"),
         # Other stages cannot see what a module leaves in a list.
         (
             LeftInAList,
@@ -263,11 +261,8 @@ def test_containers_are_replaced_by_their_items_and_large_trunks_opened() -> Non
 
 
 def test_lists_may_name_containers() -> None:
-    model = BranchInBlock()
-    assert listed_units(model, [["blocks"], ["head"]]) == (
-        ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
-        ("head",),
-    )
+    blocks = ("blocks.0", "blocks.1", "blocks.2")
+    assert listed_units(Between(), [["inlet", "blocks"], ["head"]]) == (("inlet", *blocks), ("head",))
 
 
 @pytest.mark.parametrize(
@@ -281,5 +276,5 @@ def test_lists_may_name_containers() -> None:
 )
 def test_wrong_lists_are_refused(lists: Sequence[Sequence[str]], word: str) -> None:
     with pytest.raises(CutError, match=word) as caught:
-        listed_units(BranchInBlock(), lists)
+        listed_units(Between(), lists)
     assert caught.value.hint

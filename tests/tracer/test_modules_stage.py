@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from odd.case import Between, Deciding, job
-from odd.control_flow import JOBS, Dropping, LeavesOut
+from odd.control_flow import JOBS, LeavesOut
 from runs import Sums, capture_of, even, even_plan, pipelined
 from torch import Tensor, nn
 
@@ -91,10 +91,9 @@ def test_nothing_given_is_changed_and_nothing_made_is_shared(name: str) -> None:
 
 
 def test_evaluation_leaves_every_module_in_its_mode() -> None:
-    class Mixed(Dropping):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[1].eval()
+    class Mixed(LeavesOut):
+        def prepare(self) -> None:
+            self.blocks[1].eval()
 
     made = job(Mixed)
     functions, state = stages_of(made, 2)
@@ -126,10 +125,7 @@ class Shortens(Between):
             return super().forward(x)[:rows]
 
     def run(self, h: Tensor) -> Tensor:
-        size = h.shape[0]
-        for block in self.blocks:
-            h = block(h)
-        return h.mean(0, keepdim=True).expand(size, -1)
+        return super().run(h).mean(0, keepdim=True).expand(h.shape[0], -1)
 
 
 class Secretive(Between):
@@ -137,10 +133,6 @@ class Secretive(Between):
 
     class block(Deciding):
         second = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.second = False
 
         def forward(self, x: Tensor) -> Tensor:
             self.second = not self.second

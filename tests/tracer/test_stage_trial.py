@@ -2,35 +2,28 @@
 
 import logging
 import random
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from odd.case import Between, Block, job
+from odd.case import Stack, job
 from odd.control_flow import ComparesWithText, NoModules
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from pipeloom.ir.errors import CutError
 from pipeloom.tracer.capture import capture
 
 
-class Objects(Between):
+class Objects(Stack):
     """Modules hand on what only the rank that runs them has: an object with tensors in it."""
-
-    block = Block
-
-    class Held:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
 
     class Holding(nn.Module):
         def forward(self, h: Tensor) -> object:
-            return Objects.Held(h * 2)
+            return SimpleNamespace(tensor=h * 2)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.hold = self.Holding()
 
     def run(self, h: Tensor) -> Tensor:
@@ -42,10 +35,8 @@ class Objects(Between):
         return self.blocks[2](h) + torch.add(h, held.tensor)  # line of Objects
 
 
-class LeavesOutAll(Between):
+class LeavesOutAll(Stack):
     """Mostly no block is called; what they returned is joined at the end, as encoders with LayerDrop do."""
-
-    block = Block
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         seen = [self.inlet(x)]
@@ -54,23 +45,19 @@ class LeavesOutAll(Between):
                 continue
             seen.append(block(seen[-1]))
         logits = self.head(torch.stack(seen).mean(0))  # line of LeavesOutAll
-        return {"loss": F.cross_entropy(logits, y)}
-
-
-def line_of(model: type) -> str:
-    lines = open(__file__).readlines()
-    number = next(n for n, text in enumerate(lines, 1) if text.endswith(f"# line of {model.__name__}\n"))
-    return f"test_stage_trial.py:{number})"
+        return {"loss": cross_entropy(logits, y)}
 
 
 @pytest.mark.parametrize("model", [Objects, LeavesOutAll])
 def test_what_cannot_run_apart_stays_together_with_the_line(
-    model: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+    model: type[Stack], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         graph = capture(job(model), 2).graph
     (told, *_) = [r.getMessage() for r in caplog.records if "stay in one stage" in r.getMessage()]
-    assert line_of(model) in told and "move this code into a module of its own" in told
+    lines = open(__file__).readlines()
+    (line,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"# line of {model.__name__}\n"))
+    assert f"test_stage_trial.py:{line})" in told and "move this code into a module of its own" in told
     assert any("..." in op.name for op in graph.ops)
 
 

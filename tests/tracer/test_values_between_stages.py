@@ -18,6 +18,7 @@ from odd.values import Attention, DroppingEncoder, Einsum, Encoder, Mixer, Share
 from parts import model_of, parts_of
 from runs import assert_same, capture_of, pipelined, places, plain, plan_for, split_at, threads
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeloom import Job, plan as make_plan
 from pipeloom.clusters.names import cpu_cluster
@@ -88,15 +89,11 @@ def test_plans_that_recompute_keep_their_cap(made: Job) -> None:
 def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient() -> None:
     """1.4 % more than the cap, in the backward of T5's norm: the product is as large as the values."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.into = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
-
+    class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return (self.scale * self.into(x)).square().mean()
+            return (self.bias * functional.linear(x, self.weight)).square().mean()
 
-    captured = capture_of(job(Scaled, ROW), ROWS)
+    captured = capture_of(job(lambda: Scaled(8, 8), ROW), ROWS)
     stages = cut(captured.graph, split_at(captured, 2))
     planned, real = parts_of(captured, model_of(captured.graph, 2), stages, 0, {}).backward
     assert real <= planned <= real + 8 * 4
@@ -106,18 +103,14 @@ def test_a_value_that_is_copied_before_it_is_handed_over_keeps_its_layout() -> N
     """A stage that begins with the end of a reshape gives a view of what it received; the next stage on the
     same rank got a contiguous copy, and could not see it as the matrix that it was traced with."""
 
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into = nn.Linear(8, 24)
-
+    class Again(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             rows, length, _ = x.shape
-            heads = self.into(x).view(rows, length, 2, 12).transpose(1, 2)
+            heads = super().forward(x).view(rows, length, 2, 12).transpose(1, 2)
             turned = heads.reshape(2 * rows, length, 12).transpose(1, 2)
             return turned.transpose(1, 2).reshape(-1, 4).square().mean()
 
-    again = job(Again, ROW)
+    again = job(lambda: Again(8, 24), ROW)
     captured = capture_of(again, ROWS)
     names = places(captured)
     begin, end = names.index("_unsafe_view"), names.index("transpose_1") + 1
@@ -144,35 +137,19 @@ def test_ranks_that_have_captured_other_layouts_are_refused() -> None:
         threads(2, work)
 
 
-class ChannelsLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.last = nn.Conv2d(8, 4, 3, padding=1)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu()).flatten(1).square().mean()
-
-
 def test_what_channels_last_convolutions_make_is_sent_as_it_is() -> None:
-    captured = capture_of(job(ChannelsLast, images), ROWS)
-    made = captured.graph.value["conv2d"]
-    assert made.order == (0, 2, 3, 1)
-    stages = cut(captured.graph, split_at(captured, 1))
-    assert stages.stages[0].ops == ("conv2d",)
-    assert parts_of(captured, model_of(captured.graph, 2), stages, 0, {}).forward == (
-        0,
-        0,
-    )  # but for what is sent
+    """And batches are without gaps, whatever `Job.batch` returns."""
 
-
-def test_batches_lie_as_stages_get_them() -> None:
-    """Which is without gaps, whatever `Job.batch` returns."""
+    def last() -> nn.Module:
+        layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1)
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
     def turned(seed: int, rows: int) -> dict[str, Tensor]:
-        batch = images(seed, rows)
-        return batch | {"x": batch["x"].transpose(2, 3).contiguous().transpose(2, 3)}
+        return {"input": images(seed, rows)["x"].transpose(2, 3).contiguous().transpose(2, 3)}
 
-    captured = capture_of(job(ChannelsLast, turned), ROWS)
-    assert captured.graph.inputs[0].order == ()
+    captured = capture_of(job(last, turned, loss=lambda output, _: output.square().mean()), ROWS)
+    assert captured.graph.value["conv2d"].order == (0, 2, 3, 1) and captured.graph.inputs[0].order == ()
+    stages = cut(captured.graph, split_at(captured, 1))
+    assert stages.stages[0].ops == ("conv2d",)
+    forward = parts_of(captured, model_of(captured.graph, 2), stages, 0, {}).forward
+    assert forward == (0, 0)  # but for what is sent

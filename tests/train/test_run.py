@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import good
-from every_schedule import gpt_job
 from runs import even_plan
 from tiny_run import lines
 
@@ -160,13 +159,19 @@ def test_a_plan_decides_whether_its_stages_are_compiled(plan: Plan, caplog: pyte
     assert "p.json was made with the times and the memory of eager stages" in caplog.text
 
 
-def test_a_plan_decides_what_is_done_with_residuals(plan: Plan) -> None:
+def test_a_plan_decides_what_is_done_with_residuals_and_leaves_nothing_to_plan(plan: Plan) -> None:
     recomputed = replace(plan, memory=MemoryPolicy(stages=({"a": "recompute", "b": "keep"},)))
     assert follow_plan(Config(), recomputed, ()).pipeline.treatments is None
     kept = Config(pipeline=PipelineConfig(treatments="none"))
     assert follow_plan(kept, recomputed, ()).pipeline.treatments == "recompute"
     with pytest.raises(ConfigError, match="treatments is to be none"):
         follow_plan(kept, recomputed, ("pipeline.treatments=none",))
+    coarse = Config(pipeline=PipelineConfig(granularity="module"))
+    with pytest.raises(ConfigError, match="granularity"):
+        follow_plan(coarse, plan, ("pipeline.granularity=module",))
+    for changed in (coarse, Config(replan=2)):
+        assert follow_plan(changed, plan, ()).pipeline.granularity == changed.pipeline.granularity
+    assert follow_plan(Config(pipeline=PipelineConfig(master_weights=True)), plan, ()).plan_settings.clips
 
 
 def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(plan: Plan) -> None:
@@ -188,43 +193,28 @@ def test_a_cap_beside_a_plan_file_is_the_lower_one(plan: Plan) -> None:
     assert with_caps(given, "9TiB").caps == given.caps
 
 
+NOT_PLANNED_BY = ("pipeline.offload_dir=x", "pipeline.compile=true", "optimizer.learning_rate=0.5")
+PLANNED_BY = "ranks=1 schedule=gpipe microbatches=4 microbatch_size=4 memory=1GiB split_backward=true"
+PLANNED_BY += " autocast=bfloat16 device=cuda"
+
+
 @pytest.mark.parametrize(
-    ("setting", "planned_anew"),
-    [
-        *((f"pipeline.{each}", False) for each in ("offload_dir=x", "compile=true")),
-        ("optimizer.learning_rate=0.5", False),
-        ("model.layers=2", True),
-        *(
-            (f"pipeline.{each}", True)
-            for each in (
-                *("ranks=1", "schedule=gpipe", "microbatches=4", "microbatch_size=4", "memory=1GiB"),
-                *("split_backward=true", "autocast=bfloat16", "device=cuda"),
-            )
-        ),
-    ],
+    "setting", [*NOT_PLANNED_BY, "model.layers=2", *(f"pipeline.{each}" for each in PLANNED_BY.split())]
 )
 def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
-    tiny: Config, plan: Plan, tmp_path: Path, setting: str, planned_anew: bool
+    tiny: Config, plan: Plan, tmp_path: Path, setting: str
 ) -> None:
     (tmp_path / "config.toml").write_text(write_config(tiny))
     plan.save(tmp_path / "plan.json")
     request = TrainRequest(resume=True, overrides=("steps=20", setting))
     config, kept = decide(request, tmp_path)
     assert config.steps == 20 and config != replace(tiny, steps=20)
-    assert kept == (None if planned_anew else plan)
+    assert kept == (plan if setting in NOT_PLANNED_BY else None)
 
 
-@pytest.mark.parametrize(
-    ("override", "own_optimizer"),
-    [
-        ("data.paths=a.txt", False),
-        ("model.width=64", False),
-        ("optimizer.learning_rate=1", True),
-        ("optimizer.name=adamw", True),
-    ],
-)
-def test_what_a_job_of_ones_own_does_not_use_is_refused(override: str, own_optimizer: bool) -> None:
-    own = Config(job="mine.py:job")
+@pytest.mark.parametrize("override", ["data.paths=a.txt", "model.width=64", "optimizer.name=adamw"])
+def test_what_a_job_of_ones_own_does_not_use_is_refused(override: str) -> None:
+    own, own_optimizer = Config(job="mine.py:job"), override.startswith("optimizer")
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         refuse_unused((override,), own, own_optimizer=own_optimizer)
     refuse_unused(("steps=3", "optimizer.warmup_steps=3"), own, own_optimizer=own_optimizer)
@@ -363,36 +353,19 @@ def test_however_it_is_ended_it_says_how_far_it_is(
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(("fails", "kept"), [("at once", False), ("behind a checkpoint", True)])
+@pytest.mark.parametrize("kept", [False, True], ids=["at once", "behind a checkpoint"])
 def test_a_run_that_fails_says_how_far_it_is_kept_if_it_got_further(
-    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, fails: str, kept: bool
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, kept: bool
 ) -> None:
     def launch(*of_ranks: Any, **more: Any) -> int:
         return launch_here(*of_ranks, **more) + 1 if kept else 1
 
     monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch)
     for steps in (2, 3):
-        assert start(f"steps={steps}", resume=kept and steps > 2) == 1, fails
+        assert start(f"steps={steps}", resume=kept and steps > 2) == 1
         said = capsys.readouterr().err
         assert (f"{tmp_path / 'a'} is kept up to step {steps}: go on with --resume" in said) == kept
-
-
-def test_a_resumed_run_that_is_refused_is_not_to_be_resumed_again(
-    start: Callable[..., int], monkeypatch, capsys
-):
-    assert start() == 0
-    monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
-    capsys.readouterr()
-    assert start("steps=4", resume=True) == 1
-    assert "go on with" not in capsys.readouterr().err
-
-
-def test_a_plan_file_leaves_nothing_to_plan(tmp_path: Path) -> None:
-    plan = even_plan(gpt_job(), 2, microbatches=2)
-    with pytest.raises(ConfigError, match="granularity"):
-        follow_plan(
-            Config(pipeline=PipelineConfig(granularity="module")), plan, ("pipeline.granularity=module",)
-        )
-    for changed in (Config(pipeline=PipelineConfig(granularity="module")), Config(replan=2)):
-        assert follow_plan(changed, plan, ()).pipeline.granularity == changed.pipeline.granularity
-    assert follow_plan(Config(pipeline=PipelineConfig(master_weights=True)), plan, ()).plan_settings.clips
+    if kept:  # and if it did not get further this time
+        monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
+        assert start("steps=4", resume=True) == 1
+        assert "go on with" not in capsys.readouterr().err

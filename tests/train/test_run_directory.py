@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from processes import start
@@ -40,6 +41,9 @@ def test_runs_are_numbered_and_the_newest_is_found() -> None:
     assert find_run("gpt", None) == Path("runs/gpt-12")
     assert find_run("gpt-2", None) == Path("runs/gpt-2-1")
     assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
+    for number in (2, 3):
+        a_checkpoint(Path(f"runs/gpt-{number}"))
+    assert find_run("gpt", None) == Path("runs/gpt-3")  # the newest that there is to go on with
 
 
 def a_checkpoint(run: Path) -> None:
@@ -47,19 +51,13 @@ def a_checkpoint(run: Path) -> None:
     (run / "checkpoint/step-00000002/index.json").write_text("")
 
 
-def test_the_newest_run_with_a_checkpoint_is_the_one_to_go_on_with() -> None:
-    first, second, _ = (trained("gpt") for _ in range(3))
-    for path in (first, second):
-        a_checkpoint(path)
-    assert find_run("gpt", None) == second
+def refused(out: str | None, *, resume: bool, word: str) -> None:
+    """No run may use that directory."""
+    with pytest.raises(ConfigError, match=word), run_directory("gpt", out and Path(out), resume=resume):
+        pass
 
 
 def test_what_is_wrong_is_said(here: Path) -> None:
-    def refused(out: str | None, *, resume: bool, word: str) -> None:
-        with pytest.raises(ConfigError, match=word):  # noqa: SIM117
-            with run_directory("gpt", None if out is None else Path(out), resume=resume):
-                pass
-
     refused(None, resume=True, word="no run runs/gpt-<n>")
     refused("nowhere", resume=True, word="nowhere holds no run")
     (here / "file").write_text("")
@@ -86,21 +84,14 @@ def test_a_start_that_does_not_train_removes_what_it_has_made_only(here: Path, o
 def test_a_disk_without_locks_is_trained_on_with_a_warning(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(code, os.strerror(code))))
     assert sorted(file.name for file in trained("gpt", here / "a").iterdir()) == ["config.toml"]
     assert "disk without locks" in caplog.text
 
 
 def test_a_disk_that_refuses_the_lock_is_left_as_it_was(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match="cannot lock a/b"), run_directory("gpt", Path("a/b"), resume=False):
-        pass
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    refused("a/b", resume=False, word="cannot lock a/b")
     assert not list(here.iterdir())
 
 
@@ -108,26 +99,17 @@ def test_a_run_on_a_disk_that_cannot_be_written_is_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained("gpt", here / "a")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(os, "unlink", refuse)  # so does such a disk, also of a file that is not there
-    with (
-        pytest.raises(ConfigError, match="cannot lock a: Read-only"),
-        run_directory("x", Path("a"), resume=True),
-    ):
-        pass
+    read_only = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "unlink", read_only)  # so does such a disk, also of a file that is not there
+    refused("a", resume=True, word="cannot lock a: Read-only")
 
 
 def test_a_directory_is_held_until_the_end(here: Path) -> None:
-    run = trained("gpt", here / "a")
+    run = trained("gpt", Path("a"))
     with run_directory("gpt", run, resume=True):
         for resume in (True, False):
-            with pytest.raises(ConfigError, match="a is in use"):  # noqa: SIM117
-                with run_directory("gpt", run, resume=resume):
-                    pass
+            refused("a", resume=resume, word="a is in use")
         assert (run / LOCK).is_file()
     assert not (run / LOCK).exists()
     code = "import os, pathlib, signal; from pipeloom.train.run_directory import run_directory\n"
@@ -138,7 +120,7 @@ def test_a_directory_is_held_until_the_end(here: Path) -> None:
 
 
 def a_link(path: Path) -> None:
-    path.symlink_to(path.parent.parent / "victim")
+    path.symlink_to(path.parent.parent.absolute() / "victim")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "checkpoint", LOCK])
@@ -146,11 +128,10 @@ def a_link(path: Path) -> None:
 def test_a_run_keeps_its_files_in_its_own_directory(
     here: Path, name: str, make: Callable[[Path], None], word: str
 ) -> None:
-    run = trained("gpt", here / "a")
+    run = trained("gpt", Path("a"))
     (here / "victim").write_text("mine")
     make(run / name)
-    with pytest.raises(ConfigError, match=f"{name} {word}"), run_directory("gpt", run, resume=True):
-        pass
+    refused("a", resume=True, word=f"{name} {word}")
     assert (here / "victim").read_text() == "mine"
 
 

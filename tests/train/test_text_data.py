@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from refusals import refused
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.train.text_data import FileSpan, Text, files_of, split, standard_library
@@ -73,14 +74,10 @@ def test_few_files_give_their_ends_for_validation_and_empty_ones_do_not_count(tm
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: No such file"):
-        files_of([str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="no file with text in it"):
-        files_of([str(tmp_path)])
+    assert "nowhere: No such file" in refused(ConfigError, files_of, [str(tmp_path / "nowhere")])
+    assert "no file with text in it" in refused(ConfigError, files_of, [str(tmp_path)])
     text = text_of(tmp_path, b"0123456789")
     (tmp_path / "000.txt").write_bytes(b"0123")
-    with pytest.raises(ConfigError, match="000.txt has become shorter"):
-        text.read(2, 6)
+    assert "000.txt has become shorter" in refused(ConfigError, text.read, 2, 6)
     (tmp_path / "000.txt").unlink()
-    with pytest.raises(ConfigError, match="000.txt: No such file"):
-        text.read(2, 6)
+    assert "000.txt: No such file" in refused(ConfigError, text.read, 2, 6)

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import computing
+from drawings import MiB, computing
 
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
 from pipeloom.viewer.html import write_report
-
-MiB = 1024**2
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from drawings import computing
+from drawings import MiB, computing
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
@@ -19,7 +19,6 @@ from pipeloom.viewer.comparisons import Comparison, StageRow
 from pipeloom.viewer.html import write_report
 from pipeloom.viewer.picture import legend, memory_panels, pictures
 
-MiB = 1024**2
 Page = Callable[..., str]
 
 
@@ -31,13 +30,6 @@ def figure_in(page: str, name: str) -> Any:
 
 def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>([^<]*)</td>", page)
-
-
-def test_the_first_card_is_the_step_time_that_is_given(two_ranks: Timeline, page_of: Page) -> None:
-    middle = Comparison(name="middle step", predicted=8.0, measured=10.0)
-    measured = replace(two_ranks, source="measured")
-    page = page_of(predicted=two_ranks, measured=measured, step_time=middle)
-    assert "-20.0 %" in page and "predicted 8.00 s" in page and "predicted 9.50 s" not in page
 
 
 def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, page_of: Page) -> None:
@@ -62,6 +54,10 @@ def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, page_of:
     assert "from 5.5 at step 0" in page and "validation" not in page
     names = [action for one in figure_in(page, "timelines") for action in one["blocks"]["action"]]
     assert sorted(names) == sorted(e.action for t in (two_ranks, measured) for e in t.events)
+    # The first card is the step time that is given.
+    middle = Comparison(name="middle step", predicted=8.0, measured=10.0)
+    page = page_of(predicted=two_ranks, measured=measured, step_time=middle)
+    assert "-20.0 %" in page and "predicted 8.00 s" in page and "predicted 9.50 s" not in page
 
 
 def test_reasons_for_idle_time_stand_in_one_table_and_add_up(two_ranks: Timeline, page_of: Page) -> None:
@@ -89,31 +85,22 @@ def test_what_is_not_given_is_left_out(two_ranks: Timeline, page_of: Page) -> No
     assert page.count("<h2>") == 1 and "Timelines, rank by rank" in page
     assert "<h2>" not in page_of()
     settings = {"tf32": True, "plan": None, "paths": (), "steps": 3}
-    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(config=settings)) == [
-        ("tf32", "yes"),
-        ("steps", "3"),
-    ]
+    shown = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(config=settings))
+    assert shown == [("tf32", "yes"), ("steps", "3")]
 
 
-def test_text_cannot_break_out_of_the_page(page_of: Page) -> None:
+def test_text_cannot_break_out_of_the_page_which_asks_for_nothing_from_outside(page_of: Page) -> None:
     evil = "</script><script>alert(1)</script>"
     page = page_of(title=evil, predicted=computing((0, evil, 0.0, 1.0)), config={"text": evil})
     assert evil not in page
     assert figure_in(page, "timelines")[0]["blocks"]["action"] == [evil]
-
-
-def test_the_page_asks_for_nothing_from_outside(two_ranks: Timeline, page_of: Page) -> None:
-    page = page_of(predicted=two_ranks)
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
     assert "default-src 'none'" in page
 
 
-def test_a_folder_that_is_not_there_is_said(two_ranks: Timeline, tmp_path: Path) -> None:
+def test_a_failed_write_is_said_and_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write .*No such file or directory"):
         write_report(tmp_path / "no" / "report.html", title="x", predicted=two_ranks)
-
-
-def test_a_failed_write_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -141,18 +128,13 @@ def test_a_cap_is_drawn_only_where_it_would_be_seen(two_ranks: Timeline) -> None
     assert memory_panels([replace(two_ranks, memory=())]) is None
 
 
-def points(timeline: Timeline) -> list[tuple[float, float]]:
-    panels = memory_panels([timeline])
-    assert panels is not None
-    (curve,) = panels["curves"]
-    return [tuple(point) for point in curve["points"]]
-
-
 def test_memory_noted_late_is_drawn_in_order(two_ranks: Timeline) -> None:
     curve = MemoryCurve(rank=0, times_s=(0.0, 2.0, 1.0), sizes=(MiB, 2 * MiB, 5 * MiB))
     empty = MemoryCurve(rank=1, times_s=(), sizes=())
-    late = replace(two_ranks, memory=(curve, empty))
-    assert points(late) == [(0.0, 1.0), (1000.0, 5.0), (2000.0, 2.0), (9500.0, 2.0)]
+    panels = memory_panels([replace(two_ranks, memory=(curve, empty))])
+    assert panels is not None
+    (drawn,) = panels["curves"]
+    assert [*map(tuple, drawn["points"])] == [(0.0, 1.0), (1000.0, 5.0), (2000.0, 2.0), (9500.0, 2.0)]
 
 
 def test_the_page_says_that_it_shows_one_of_several_replicas(two_ranks: Timeline, page_of: Page) -> None:

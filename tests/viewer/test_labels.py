@@ -1,12 +1,13 @@
 import pytest
 
-from pipeloom.ir.action import KINDS, ActionKind, register_kind
-from pipeloom.viewer.labels import COLOURS, OTHER, colour, group_name, label
+from pipeloom.ir.action import ActionKind, register_kind
+from pipeloom.viewer.labels import COLOURS, colour, group_name, label
 
 
 @pytest.mark.parametrize(
     ("action", "group", "short", "meaning"),
     [
+        ("clip gradients", "clip gradients", "", "clip gradients"),
         ("0F3", "F", "3", "stage 0: forward of micro-batch 3"),
         ("12W7", "W", "7", "stage 12: weight gradient of micro-batch 7"),
         ("1RECOMPUTE2", "RECOMPUTE", "2", "stage 1: recompute of micro-batch 2"),
@@ -21,20 +22,8 @@ def test_an_action_is_told_in_words(action: str, group: str, short: str, meaning
     assert (what.action, what.group, what.short, what.meaning) == (action, group, short, meaning)
 
 
-def test_text_that_is_no_instruction_is_shown_as_it_is() -> None:
-    what = label("clip gradients")
-    assert (what.group, what.stage, what.microbatch, what.meaning) == (
-        "clip gradients",
-        None,
-        None,
-        "clip gradients",
-    )
-    assert colour(what.group) == OTHER
-
-
 def test_every_kind_of_computing_has_its_own_colour() -> None:
-    named = [k for k in ("F", "B", "I", "W") if k in KINDS]
-    assert len({COLOURS[k] for k in named}) == len(named) == 4
+    assert len({COLOURS[kind] for kind in "FBIW"} | {colour("clip gradients")}) == 5
 
 
 def test_a_registered_kind_is_drawn_with_its_meaning() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from drawings import computing, printed
 
-from pipeloom.ir.timeline import Timeline
 from pipeloom.viewer.chrome import chrome_trace
 from pipeloom.viewer.picture import TICKS, pictures
 from pipeloom.viewer.terminal import gantt
@@ -25,20 +24,14 @@ TIMELINE = computing(
 )
 
 
-def drawn(timeline: Timeline, width: int, *, colour: bool = False) -> list[str]:
-    return printed(gantt(timeline, width=width), colour=colour)
-
-
 def test_in_the_terminal_they_are_joined_and_underlined() -> None:
-    lines = drawn(TIMELINE, 28)
+    """Where the first has no room the mark goes to the second."""
+    lines = printed(gantt(TIMELINE, width=28))
     assert lines[:2] == ["rank 0 F0──F1─&B0──────B1──────····", "rank 1 ····F0──B0──────F1─&B1──────"]
     assert any("F&B a pair, run as one unit" in line for line in lines)
-    assert "\x1b[4;" in drawn(TIMELINE, 28, colour=True)[0]
-
-
-def test_where_the_first_has_no_room_the_mark_goes_to_the_second() -> None:
-    assert drawn(TIMELINE, 14)[0] == "rank 0 F0F1&B0─B1──··"
-    assert drawn(TIMELINE, 7)[0] == "rank 0 FFB0B1·"
+    assert "\x1b[4;" in printed(gantt(TIMELINE, width=28), colour=True)[0]
+    narrow = [printed(gantt(TIMELINE, width=width))[0] for width in (14, 7)]
+    assert narrow == ["rank 0 F0F1&B0─B1──··", "rank 0 FFB0B1·"]
 
 
 def test_on_the_page_they_are_framed(page_of: Callable[..., str]) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import combinations
 
-import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
 from pipeloom.viewer.comparisons import StageRow
-from pipeloom.viewer.stage_graph import BOX, StageEdge, draw_stages, stage_edges
+from pipeloom.viewer.stage_graph import BOX, draw_stages, stage_edges
 
 TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)], value_bytes=2048)
 
@@ -34,21 +33,6 @@ def points(path: str) -> list[tuple[float, float]]:
     return found  # type: ignore[return-value]
 
 
-def require_readable(stages: StageGraph, edges: Sequence[StageEdge]) -> None:
-    drawing = draw_stages(rows_of(stages), edges, (None, None))
-    wide, high = BOX
-    for one, other in combinations(drawing.boxes, 2):
-        assert abs(one.x - other.x) >= wide + 8 or abs(one.y - other.y) >= high + 8
-    for box in drawing.boxes:
-        assert 0 <= box.x <= drawing.width - wide and 0 <= box.y <= drawing.height - high
-    corner = {box.stage: (box.x, box.y) for box in drawing.boxes}
-    for line in drawing.lines:
-        assert corner[line.edge.source][0] + wide < corner[line.edge.target][0], "edges go to the right"
-        for stage, (x, y) in corner.items():
-            if stage not in (line.edge.source, line.edge.target):
-                assert not any(x < px < x + wide and y < py < y + high for px, py in points(line.path))
-
-
 @st.composite
 def graphs(draw: st.DrawFn) -> StageGraph:
     """Stages of up to 9, any edges; numbered in any order."""
@@ -60,13 +44,21 @@ def graphs(draw: st.DrawFn) -> StageGraph:
 
 @settings(max_examples=60)
 @given(graphs())
+@example(TOWERS)
+@example(chain(32))
 def test_no_box_lies_on_another_and_no_line_goes_through_one(stages: StageGraph) -> None:
-    require_readable(stages, stage_edges(stages))
-
-
-@pytest.mark.parametrize("stages", [TOWERS, chain(2), chain(32)], ids=["towers", "two", "long"])
-def test_towers_and_chains_are_readable(stages: StageGraph) -> None:
-    require_readable(stages, stage_edges(stages))
+    drawing = draw_stages(rows_of(stages), stage_edges(stages), (None, None))
+    wide, high = BOX
+    for one, other in combinations(drawing.boxes, 2):
+        assert abs(one.x - other.x) >= wide + 8 or abs(one.y - other.y) >= high + 8
+    for box in drawing.boxes:
+        assert 0 <= box.x <= drawing.width - wide and 0 <= box.y <= drawing.height - high
+    corner = {box.stage: (box.x, box.y) for box in drawing.boxes}
+    for line in drawing.lines:
+        assert corner[line.edge.source][0] + wide < corner[line.edge.target][0], "edges go to the right"
+        for stage, (x, y) in corner.items():
+            if stage not in (line.edge.source, line.edge.target):
+                assert not any(x < px < x + wide and y < py < y + high for px, py in points(line.path))
 
 
 def test_edges_say_what_crosses_and_comes_back() -> None:

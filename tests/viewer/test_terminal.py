@@ -21,6 +21,9 @@ def row(*actions: str) -> Timeline:
     return computing(*((0, action, i, i + 1) for i, action in enumerate(actions)))
 
 
+SMALL, CROWDED = row("0F0", "2F0", "2B0", "0B0"), row(*(f"0F{i}" for i in range(100)))
+
+
 def test_it_is_a_picture_of_the_step(two_ranks: Timeline) -> None:
     assert drawn(two_ranks, width=38) == [
         "rank 0 F0──F1──········B0──────····B1──────ST",
@@ -33,9 +36,9 @@ def test_it_is_a_picture_of_the_step(two_ranks: Timeline) -> None:
 @pytest.mark.parametrize(
     ("timeline", "width", "line"),
     [
-        pytest.param(row("0F0", "2F0", "2B0", "0B0"), 16, "0F0─2F0─2B0─0B0─", id="stages are named"),
-        pytest.param(row("0F0", "2F0", "2B0", "0B0"), 8, "F0f0b0B0", id="small letters of further stages"),
-        pytest.param(row(*(f"0F{i}" for i in range(100))), 30, "F" * 30, id="more actions than columns"),
+        pytest.param(SMALL, 16, "0F0─2F0─2B0─0B0─", id="stages are named"),
+        pytest.param(SMALL, 8, "F0f0b0B0", id="small letters of further stages"),
+        pytest.param(CROWDED, 30, "F" * 30, id="more actions than columns"),
         pytest.param(Timeline(source="measured", ranks=1, events=()), 5, "·····", id="nothing is idle"),
         pytest.param(computing((0, "0F0", 0, 0), (0, "2F0", 0, 0)), 5, "·····", id="no time"),
     ],
@@ -44,15 +47,12 @@ def test_blocks_show_what_they_have_room_for(timeline: Timeline, width: int, lin
     assert drawn(timeline, width=width)[0] == f"rank 0 {line}"
 
 
-def test_actions_that_no_number_of_bands_has_room_for_stay_in_one() -> None:
+def test_it_says_what_its_letters_leave_out() -> None:
+    assert drawn(SMALL, width=8)[2].endswith("· idle    f  in a further stage of the rank")
+    assert drawn(CROWDED, width=30)[-1].startswith("100 actions of a rank in 30 columns")
+    # No number of bands has room for both.
     timeline = computing((0, "0F0", 0, 5e-324), (0, "0B0", 0, 1))
     assert drawn(timeline, width=6, most_lines=9)[0] == "rank 0 B0────"
-
-
-def test_it_says_what_its_letters_leave_out() -> None:
-    small, crowded = row("0F0", "2F0", "2B0", "0B0"), row(*(f"0F{i}" for i in range(100)))
-    assert drawn(small, width=8)[2].endswith("· idle    f  in a further stage of the rank")
-    assert drawn(crowded, width=30)[-1].startswith("100 actions of a rank in 30 columns")
 
 
 def test_a_narrow_chart_keeps_the_letters_and_charts_of_one_span_have_one_scale(two_ranks: Timeline) -> None:

@@ -210,11 +210,6 @@ class FuncGrad(Stack):
             return x - torch.func.grad(lambda t: self.net(t).square().sum())(x)
 
 
-class FuncJvp(Stack):
-    def run(self, h: Tensor) -> Tensor:
-        return super().run(sum(torch.func.jvp(self.blocks[0], (h,), (h,))))
-
-
 class Checkpointed(Stack):
     reentrant = False
 
@@ -367,10 +362,7 @@ CASES = [
     ),
     Case(InfersApart, "its gradient is stopped in export, too"),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
-    *(
-        Case(model, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad")
-        for model in (FuncGrad, FuncJvp)
-    ),
+    Case(FuncGrad, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad"),
     Case(Checkpointed, "checkpoints that export can capture", slow=True),
     Case(CheckpointedBetween, "checkpoints around modules", between="data"),
     Case(CheckpointedOldWay, "a reentrant checkpoint", between="CheckpointFunction", split=False),
