@@ -227,15 +227,6 @@ class Solves(Stack):
         return torch.linalg.solve(h[:, :, None] * h[:, None] + torch.eye(WIDTH, dtype=h.dtype), h)
 
 
-class Overlaps(Stack):
-    """Back from a spectrogram."""
-
-    def run(self, h: Tensor) -> Tensor:
-        window = torch.ones(WIDTH, dtype=h.dtype)
-        waves = torch.stft(super().run(h).repeat(1, 3), WIDTH, window=window, return_complex=True)
-        return torch.istft(waves, WIDTH, window=window)[:, :WIDTH]
-
-
 class DrawsByItsGenerator(Stack):
     def run(self, h: Tensor) -> Tensor:
         return super().run(h + torch.rand(WIDTH, generator=torch.Generator().manual_seed(1), dtype=h.dtype))
@@ -351,7 +342,6 @@ CASES = [
     Case(CountsRows, "a constant that depends on the size of the micro-batch", slow=True),
     Case(FourierModes, "complex values, whose parts are assigned to, between stages", cuts=(3, "anywhere")),
     Case(Solves, "an op that checks its result ended in a traceback", between="checks a result"),
-    Case(Overlaps, "an op that checks its result ended in a traceback", between="checks a result"),
     Case(DrawsByItsGenerator, "an object that is no tensor ended in a traceback", between="a Generator"),
     Case(AsksForTheMode, MODES, cuts=(2, 1)),
     Case(FrozenStatistics, MODES, cuts=(2, 1), slow=True),
