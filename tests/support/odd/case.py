@@ -112,7 +112,7 @@ class Between(Stack):
 class Scores(Stack):
     """Its loss is the job's."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return self.head(self.run(self.inlet(x)))
 
 
