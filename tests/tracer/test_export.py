@@ -92,7 +92,9 @@ class AsksForAutocast(Stack):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize(
-    "made", [*map(job, (Uncast, UncastAndStopped, AsksForAutocast)), nets.job("frozen")], ids=str
+    "made",
+    [*map(job, (Uncast, UncastAndStopped, AsksForAutocast)), nets.job("frozen")],
+    ids=lambda made: made.name,
 )
 def test_autocast_switched_off_or_asked_for(made: Job, autocast: torch.dtype | None) -> None:
     """Export knew nothing of the autocast around it, and forgets `no_grad` inside one; a stage without
