@@ -365,7 +365,13 @@ def test_a_run_that_fails_says_how_far_it_is_kept_if_it_got_further(
         assert start(f"steps={steps}", resume=kept and steps > 2) == 1
         said = capsys.readouterr().err
         assert (f"{tmp_path / 'a'} is kept up to step {steps}: go on with --resume" in said) == kept
-    if kept:  # and if it did not get further this time
-        monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
-        assert start("steps=4", resume=True) == 1
-        assert "go on with" not in capsys.readouterr().err
+
+
+def test_a_resumed_run_that_is_refused_is_not_to_be_resumed_again(
+    start: Callable[..., int], monkeypatch, capsys
+):
+    assert start() == 0
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 1)
+    capsys.readouterr()
+    assert start("steps=4", resume=True) == 1
+    assert "go on with" not in capsys.readouterr().err
