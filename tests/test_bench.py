@@ -52,7 +52,7 @@ def other_tests_hear_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "quiet", lambda: None)
 
 
-@pytest.mark.parametrize(("model", "verdict"), [("decides", "equal"), ("gradient penalty", "refused")])
+@pytest.mark.parametrize(("model", "verdict"), [("looks", "equal"), ("gradient penalty", "refused")])
 def test_a_model_is_equal_or_refused(model: str, verdict: str) -> None:
     found = trust.try_model("odd models", model, 2)
     assert found.verdict == verdict, found.says
@@ -68,5 +68,5 @@ def test_other_numbers_are_found() -> None:
 
     trust_pipelined = trust.pipelined
     with patch.object(trust, "pipelined", wrong):
-        found = trust.try_model("odd models", "uses numpy", 2)
+        found = trust.try_model("odd models", "compares a number", 2)
     assert found.verdict == "wrong" and found.says.startswith("gradients differ by 1e-06")

@@ -427,10 +427,32 @@ def test_alone_it_plans_by_itself(caplog: pytest.LogCaptureFixture) -> None:
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s"),
+        ({"seed": 2**64}, "seed"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
     assert word in refused(ConfigError, alone, **how)
+
+
+def test_what_would_not_be_trained_is_refused() -> None:
+    model = net()
+    with alone(model) as pipe:
+        assert "detach" in refused(
+            BatchError, pipe.step, named() | {"x": torch.randn(ROWS, 6).requires_grad_()}
+        )
+        model.enter.requires_grad_(False)
+        assert "requires_grad" in refused(ConfigError, pipe.step, named())
+
+
+def test_what_a_checkpoint_cannot_hold_is_told_before_the_first_step(tmp_path: Path) -> None:
+    class Keeps(torch.optim.lr_scheduler.ConstantLR):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer)
+            self.made_by = lambda: optimizer
+
+    with pytest.warns(UserWarning, match="Keeps"), alone(scheduler=Keeps) as pipe:
+        assert "Keeps" in refused(CheckpointError, pipe.save, tmp_path)
+        assert "keep" in refused(ConfigError, pipe.save, tmp_path, keep=1.5)
 
 
 def test_a_one_cycle_that_is_over_refuses_a_step_and_the_pipeline_can_be_saved(tmp_path: Path) -> None:

@@ -255,6 +255,19 @@ def test_another_model_or_optimizer_is_refused(tmp_path, other, word) -> None:
     assert "no optimizer" in refused(checkpoint.load, tmp_path, with_optimizer(adamw))
 
 
+def test_loaded_state_is_laid_out_as_its_parameter(tmp_path: Path) -> None:
+    """Fused kernels go by memory."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    optimizer, fresh = adamw(model), adamw(model)
+    optimizer.zero_grad()
+    model(torch.randn(2, 3, 4, 4)).square().mean().backward()
+    optimizer.step()
+    save(tmp_path, state_of(model, optimizer))
+    checkpoint.load(tmp_path, state_of(model, fresh))
+    state = fresh.state[model[0].weight]
+    assert state["exp_avg"].stride() == model[0].weight.stride() != (27, 9, 3, 1)
+
+
 def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
     model = make_model()
     assert "extra cannot" in refused(save, tmp_path, state_of(model), seed=torch.zeros(1))
@@ -325,6 +338,13 @@ def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
     return model
+
+
+def test_export_into_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, with_optimizer(adamw)) / "rank-0.safetensors"
+    before = path.read_bytes()
+    assert "itself" in refused(checkpoint.export_safetensors, tmp_path, path)
+    assert path.read_bytes() == before
 
 
 def test_export_is_one_file_that_safetensors_loads(tmp_path: Path) -> None:

@@ -220,6 +220,30 @@ def clips_in_a_hook(params: Params) -> torch.optim.Optimizer:
     return adam
 
 
+def clips_in_its_step(params: Params) -> torch.optim.Optimizer:
+    params = list(params)
+    sgd = torch.optim.SGD(params, lr=0.5)
+    plain = sgd.step
+    sgd.step = lambda: (nn.utils.clip_grad_norm_(params, 0.1), plain())  # type: ignore[assignment, method-assign]
+    return sgd
+
+
+class ClipsInFloat32(ClipsAll):
+    """Its average takes no gradients in float64."""
+
+    def step(self) -> None:
+        for p in self.own:
+            torch.zeros_like(p, dtype=torch.float32).lerp_(p.grad, 0.5)
+        super().step()
+
+
+def hooked(params: Params) -> torch.optim.Optimizer:
+    params = list(params)
+    for param in params:
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return torch.optim.SGD(params, lr=0.5)
+
+
 class Noisy(Plain):
     """Draws for each parameter, whichever others there are."""
 
@@ -245,6 +269,8 @@ def weights_of(make: Make, *own: str) -> Weights:
         (ClipsAll, "other ranks"),
         (lambda params: Holds(ClipsAll(params)), "other ranks"),
         (clips_in_a_hook, "other ranks"),
+        (clips_in_its_step, "other ranks"),
+        (ClipsInFloat32, "other ranks"),
         (SlowList, "slow"),
     ],
 )
@@ -266,6 +292,7 @@ def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
     ("make", "word"),
     [
         (Slow, "of its own"),
+        (hooked, "hook on"),
         (SlowList, "slow"),
         (lambda params: Holds(SlowList(params)), "SlowList"),
         (lambda params: Holds(), "Holds"),

@@ -189,7 +189,7 @@ def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
     rest = dict(named_parameters)
     decayed = [rest.pop(name) for name in ("tokens.weight", "norm.weight") if name in rest]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [*rest.values()]}]
-    return torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
+    return torch.optim.Adagrad(groups, lr=0.1, lr_decay=0.5, initial_accumulator_value=0.5)
 
 
 def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class BatchForm:
     def tensors(self, batch: Batch | None) -> dict[str, Tensor]:
         """A batch as named tensors; a list of batches as one. What is None in a dictionary is left out.
 
-        Raises: BatchError if it is made otherwise, or of something that is no tensor.
+        Raises: BatchError if it is made otherwise, or of something that is no dense tensor with data, or of one
+            that wants a gradient.
         """
         if isinstance(batch, list) and batch and all(map(self._is_batch, batch)):
             return JoinedBatches.of([self.tensors(part) for part in batch])
@@ -63,6 +64,16 @@ class BatchForm:
                     f"{name} of the batch is {of_type(value)}, no tensor",
                     hint="leave it out of what the loader collects, or make a tensor of it: nested batches "
                     "are to be flattened into one dictionary",
+                )
+            if value.requires_grad:
+                raise BatchError(
+                    f"{name} of the batch requires a gradient, which it would not get",
+                    hint="detach it; what makes it and is to be trained belongs in the model",
+                )
+            if value.layout != torch.strided or value.is_meta:
+                raise BatchError(
+                    f"{name} of the batch is a tensor of {value.layout} on {value.device}",
+                    hint="give dense tensors with data",
                 )
         return named
 

@@ -35,21 +35,9 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
 
 
 def common_rows(batch: Mapping[str, Tensor]) -> int:
-    """Raises: BatchError if there are no tensors, or one has no rows or others than the first, has no data of
-    its own, or wants a gradient."""
+    """Raises: BatchError if there are no tensors, or one has no rows or others than the first."""
     if not batch:
         raise BatchError("the batch has no tensors", hint="give the forward's tensors, by their names")
-    for name, tensor in batch.items():
-        if tensor.requires_grad:
-            raise BatchError(
-                f"{name} of the batch requires a gradient, which it would not get",
-                hint="detach it; what makes it and is to be trained belongs into the model",
-            )
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise BatchError(
-                f"{name} of the batch is a tensor of {tensor.layout} on {tensor.device}",
-                hint="give dense tensors with data",
-            )
     rows = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
     first = next(iter(rows.values()))
     if not first or {*rows.values()} != {first}:

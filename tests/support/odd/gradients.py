@@ -169,6 +169,30 @@ class ClampsWithoutGradient(Stack):
         return self.blocks[2](self.blocks[1](h * 1))
 
 
+class ClampsAPartWithoutGradient(Stack):
+    """The view that is changed is made where no gradient is."""
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        with torch.no_grad():
+            h[:, :6].clamp_(max=0.3)
+        return self.blocks[2](self.blocks[1](h * 1))
+
+
+class WritesWithoutGradient(Stack):
+    """Into what was made outside, by way of an index and of a view, and as a whole where a view is read."""
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        mask, scale = torch.ones_like(h), torch.ones_like(h)
+        part, seen = mask[:, 2:5], scale[0]
+        with torch.no_grad():
+            mask[:, 6:] = h[:, 6:].square()
+            part.add_(h[:, 2:5])
+            scale.mul_(h)
+        return self.blocks[2](self.blocks[1](h * mask + seen))
+
+
 class InfersApart(Stack):
     def run(self, h: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -356,10 +380,12 @@ CASES = [
             (ClampsInPlace, r"detach\(\)"),
             (ClampsInto, r"detach\(\)"),
             (ClampsWithoutGradient, r"no_grad\(\)"),
+            (ClampsAPartWithoutGradient, r"no_grad\(\)"),
             (FreezesForAWhile, "requires a gradient"),
             (FreezesInside, "requires a gradient"),
         )
     ),
+    Case(WritesWithoutGradient, "what was written had a gradient in export"),
     Case(InfersApart, "its gradient is stopped in export, too"),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
     Case(FuncGrad, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad"),
