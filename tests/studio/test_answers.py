@@ -230,7 +230,7 @@ COPIES = {"rows": " ".join(f"0F{b} 0OFFLOAD{b} 0RELOAD{b} 0B{b}" for b in range(
 @pytest.mark.parametrize(
     ("answer", "asked", "word"),
     [
-        *((DESK.ask, {"name": "1f1b", "action": action}, "") for action in ("0F99", "9B0", "nonsense")),
+        *((DESK.ask, {"name": "1f1b", "action": action}, action) for action in ("0F99", "9B0", "nonsense")),
         (DESK.save, {"name": "mine"} | COPIES, "copies"),
     ],
 )

@@ -36,8 +36,8 @@ class BatchForm:
     def tensors(self, batch: Batch | None) -> dict[str, Tensor]:
         """A batch as named tensors; a list of batches as one. What is None in a dictionary is left out.
 
-        Raises: BatchError if it is made otherwise, or of something that is no dense tensor with data, or of one
-            that wants a gradient.
+        Raises: BatchError if it is made otherwise, or of something that is no dense tensor with data, or
+            requires a gradient.
         """
         if isinstance(batch, list) and batch and all(map(self._is_batch, batch)):
             return JoinedBatches.of([self.tensors(part) for part in batch])
