@@ -12,7 +12,7 @@ from trials import examples
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
 from pipeloom.ir.costs import equal_costs
-from pipeloom.ir.errors import ConfigError, ScheduleError
+from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
 from pipeloom.ir.operation import OPERATIONS, Operation, declare
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
@@ -155,6 +155,16 @@ def test_what_meets_starts_together_once_the_streams_of_all_are_free() -> None:
     made = by_hand("0F0 0LONG0 0MET0 0B0", "1F0 1MET0 1B0")
     starts = {e.action: e.start_s for e in simulated(made).events}
     assert starts["0MET0"] == starts["1MET0"] == 11  # rank 0 sends something else from 1 to 11
+
+
+def test_a_meeting_that_blocks_is_named() -> None:
+    op(after=F, meets=both)
+    stuck = by_hand("0F0 0OP0 0F1 0OP1 0B0 0B1", "1F0 1F1 1OP1 1OP0 1B0 1B1")
+    with pytest.raises(DeadlockError, match="rank 0 at 0OP0 needs 1OP0; rank 1 at 1F1 needs 0F1"):
+        check(stuck, chain(2))
+    op("LONE", after=F, meets=lambda stage: (5,))
+    with pytest.raises(ScheduleError, match="5LONE0, which no rank runs"):
+        check(by_hand("0F0 0LONE0 0B0"), chain(1))
 
 
 def test_text_drawing_and_a_second_declaration() -> None:

@@ -154,3 +154,19 @@ def test_a_split_backward_would_tear_pairs_apart(monkeypatch: pytest.MonkeyPatch
     assert built("paired", 3, 8).pairs
     with pytest.raises(ScheduleError, match="tear apart"):
         built("paired", 3, 8, split_backward=True)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        ("0F0&0B0", "0B0 needs 0F0"),
+        ("0F0&0F2", "rank 0 does not run 0F2 right after 0F0"),
+        ("0F1&1B0", "rank 0 does not run 1B0 right after 0F1"),
+        ("0F0&0F7", "no rank runs 0F7"),
+        ("0B1&0F2 0F2&0B2", "0F2 is in two pairs"),
+    ],
+)
+def test_wrong_pairs_are_refused(pairs: str, problem: str) -> None:
+    made = by_hand("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    with pytest.raises(ScheduleError, match=problem):
+        check(replace(made, pairs=parse_pairs((pairs,))), chain(2))
