@@ -35,8 +35,10 @@ def hook_on_a_finished_model() -> nn.Module:
 
 
 def hook_by_a_constructor_that_reads_data() -> nn.Module:
-    model = hook_on_a_finished_model()
-    return model if float(model.head.weight.sum()) < 1e9 else Stack()  # cannot run on fake tensors
+    model = Stack()
+    if float(model.head.weight.sum()) < 1e9:  # cannot run on fake tensors
+        model.head.weight.register_hook(lambda grad: grad * 3)
+    return model
 
 
 class ForwardHooks(Stack):
