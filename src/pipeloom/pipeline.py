@@ -385,7 +385,8 @@ class Pipeline:
         batches: each as `step` takes it.
         Yields: one report per batch, in order; without a flush up to three batches late, four on a device.
             What else is called between two of them, such as `evaluate`, drains first.
-        Raises: BatchError and all else that `step` raises; PipeloomError once OneCycleLR has had its steps.
+        Raises: BatchError and all else that `step` raises; PipeloomError once OneCycleLR has had its steps;
+            ConfigError if parameters of the given module were frozen or thawed since.
         """
         require_training(self.plan)
         self._run.drain()
@@ -530,7 +531,7 @@ class Pipeline:
             ConfigError if none is to be kept.
         """
         if not isinstance(keep, int) or keep < 1:
-            raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
+            raise ConfigError(f"keep is {keep!r}", hint="keep 1 checkpoint or more")
         if not isinstance(extra, Mapping | None):
             raise ConfigError(f"extra is {of_type(extra)}", hint="give a dictionary of what JSON can hold")
         with self._call("saving a checkpoint", refuses=(CheckpointError,)):

@@ -619,8 +619,7 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
 
 
 def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """In memory of its own, which what is read shares with all that is read there, and laid out as the
-    parameter: fused kernels go by memory."""
+    """A copy: what is read twice is one memory. Laid out as the parameter, as fused kernels go by memory."""
     if tensor.shape != parameter.shape:
         return tensor.clone()
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -424,17 +424,19 @@ def refuse_coupled(
         {n: a[n] if n in mine else 10 ** (step % 2) * b[n] for n in shapes}
         for step, (a, b) in enumerate(pairs)
     ]
-    updates: list[dict[str, Tensor]] = []
-    with torch.random.fork_rng(devices=[]):
-        for dtype in (torch.float64, torch.float32):
-            if len(updates) < 2:
-                updates = []
-                with suppress(Exception):  # the user's code need not step small ones
-                    for way in (drawn, others):
-                        torch.manual_seed(0)
-                        start, *gradients = ({n: t.to(dtype) for n, t in one.items()} for one in way)
-                        updates.append(_updates(make, start, gradients, rows))
-    if len(updates) < 2:
+
+    def updates_in(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+        """Of both ways; of fewer where the user's code fails, which need not step small ones."""
+        found = []
+        with torch.random.fork_rng(devices=[]), suppress(Exception):
+            for way in (drawn, others):
+                torch.manual_seed(0)
+                start, *gradients = ({n: t.to(dtype) for n, t in one.items()} for one in way)
+                found.append(_updates(make, start, gradients, rows))
+        return found
+
+    updates = updates_in(torch.float64)
+    if len(updates) < 2 and len(updates := updates_in(torch.float32)) < 2:
         return
     for name in (n for n in params if n in mine):
         if not torch.allclose(updates[0][name], updates[1][name], rtol=1e-3, atol=1e-9, equal_nan=True):
