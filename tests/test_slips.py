@@ -86,7 +86,7 @@ def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
         pipeline.step(job.batch(0, 2 * ROWS))
         pipeline.save(kept, extra={"at": 1})
         assert pipeline.load(kept) == {"at": 1}
-        assert "keep=0" in refused(ConfigError, pipeline.save, tmp_path / "none", keep=0)
+        assert "keep" in refused(ConfigError, pipeline.save, tmp_path / "none", keep=0)
         assert not list(tmp_path.glob("none/*"))
     save_cluster(find_cluster("2 x a100-40"), tmp_path / "two.toml")
     assert plan(job, ranks=2, microbatch_size=2, cluster=tmp_path / "two.toml").stages
