@@ -37,8 +37,8 @@ from pipeloom.verification import differences
 Batch = Mapping[str, Tensor]
 
 
-_CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
-"""What `shared_captures` has captured, with the job to keep the ids of what its functions hold unique."""
+_CAPTURES: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""What `shared_captures` has captured, after what it was made of, whose ids stay unique by that."""
 
 _STAGE_FUNCTIONS: dict[tuple[Any, ...], tuple[Captured, StageFunctions]] = {}
 """What `shared_captures` has traced, with the capture to keep its id unique."""
@@ -79,9 +79,10 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
         kwargs.get("with_outputs"),
+        id(kwargs.get("like")),
         tuple((kwargs.get("split") or {}).items()),
     )
-    return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
+    return _kept(_CAPTURES, key, lambda: (job, args, kwargs, real(job, *args, **kwargs)))
 
 
 def _what(value: Any) -> Any:
@@ -120,7 +121,7 @@ def _kept(entries: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     entries[key] = entries.pop(key, None) or make()
     if len(entries) > _MOST_ENTRIES:
         del entries[next(iter(entries))]
-    return entries[key][1]
+    return entries[key][-1]
 
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
