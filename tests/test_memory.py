@@ -26,18 +26,20 @@ TIGHT = 0.03
 MODELS = (*nets.FAMILIES, "gpt")
 
 
-@pytest.mark.sampled("gpt2-2-gpipe")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.sampled("gpt2-2-gpipe-4", "gpt2-2-1f1b-1")
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 4), ("1f1b", 4), ("1f1b", 1)])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", nets.FAMILIES)
-def test_the_peak_of_every_rank_is_that_of_the_forecast(name: str, stages: int, schedule: str) -> None:
+def test_the_peak_of_every_rank_is_that_of_the_forecast(
+    name: str, stages: int, schedule: str, microbatches: int
+) -> None:
     job = nets.job(name)
-    plan = even_plan(job, stages, microbatches=4, schedule=schedule)
+    plan = even_plan(job, stages, microbatches=microbatches, schedule=schedule)
 
     def work(pipeline: Pipeline) -> tuple[dict[str, int], dict[str, int], int]:
         rank = pipeline.rank
         for seed in range(2):
-            pipeline.step(job.batch(seed, 8))
+            pipeline.step(job.batch(seed, 2 * microbatches))
         sent = sum(v.bytes for v in pipeline.stages.between.get((rank, rank + 1), ()))
         sent += sum(v.bytes for v in pipeline.stages.gradients(rank - 1, rank))
         return dict(pipeline.expected.peaks[rank]), pipeline.ledger.at_peak, sent
@@ -49,7 +51,7 @@ def test_the_peak_of_every_rank_is_that_of_the_forecast(name: str, stages: int, 
             assert expected[kind] == measured[kind], kind
         # The forecast may have one message wait for its receiver, unless two ranks take equal times.
         over = sum(expected.values()) - sum(measured.values())
-        most = 0 if (schedule, stages) == ("gpipe", 2) else sent
+        most = 0 if (schedule, stages) == ("gpipe", 2) or microbatches == 1 else sent
         assert 0 <= over <= most + 0.01 * sum(measured.values()), (expected, measured)
 
 

@@ -81,7 +81,7 @@ def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(monk
         waiting.set()
         return store.check(keys)
 
-    def broadcast(message: list[Any], src: int, group: Any) -> None:
+    def broadcast(message: list[Any], group_src: int, group: Any) -> None:
         order.append(f"rank {group.rank()} broadcasts")
         waiting.set()
 

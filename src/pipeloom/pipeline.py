@@ -205,6 +205,8 @@ class Pipeline:
                     whole=self.job.weight is not None or not sends_parts,
                 )
             self._run = self._make_run(rank_stages)
+            if self.device.type != "cpu" and self.ranks > 1:
+                self._load_kernels()
             if on_action is not None or find_nan:
                 self.worker.look = Look(self.captured, self.stages, on_action, find_nan)
             ended.pop_all()
@@ -326,6 +328,13 @@ class Pipeline:
         run = kind(batches=self.batches, worker=self.worker, record=self.record)
         self.channel.open_groups(run.groups(stages, plan.placement))
         return run
+
+    def _load_kernels(self) -> None:
+        """Do this rank's actions once, without the others. To load a kernel CUDA may wait for all that runs,
+        and so for a receive that was posted ahead, whose sender waits for what this rank is to do."""
+        with self._call("the first run of its kernels"), attributes_kept(self.captured.blueprint.model):
+            self.forecast().rehearsal().time_actions(1)
+            torch.accelerator.synchronize(self.device)
 
     def _peak_flops_per_s(self) -> float | None:
         """The sum over all ranks' devices; None if one of them is not built in."""

@@ -75,7 +75,7 @@ def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
                 f"rank {rank} gets no result from rank 0, which failed: {failed}",
                 hint="see what rank 0 printed",
             )
-    dist.broadcast_object_list(message, src=0, group=group)
+    dist.broadcast_object_list(message, group_src=0, group=group)
     value, problem = message
     if problem is not None:
         raise problem
@@ -115,8 +115,9 @@ def join_ranks(
     timeout_s = options.timeout_s
     joined = connect(device, group=group, timeout_s=timeout_s)
     watch = watch_ranks(joined, lost_s=min(LOST_S, timeout_s))
+    echo = {(0, 1), (1, 0)} if plan.ranks > 1 else set()  # whose link a forecast measures
     return watch, lambda program: dist_channel(
-        joined, watch, device=device, timeout_s=timeout_s, pairs=program.messages
+        joined, watch, device=device, timeout_s=timeout_s, pairs={*program.messages, *echo}
     )
 
 
@@ -139,6 +140,9 @@ def rank_device(options: Options) -> torch.device:
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     if device.type == "cpu":
         return device
+    # Hardware queues, for CUDA. A receive that waits holds up whatever shares its queue, and a rank has more
+    # streams than the 8 queues of the default: ranks could wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if device.index is None:
         module = torch.get_device_module(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "-1"))

@@ -109,7 +109,8 @@ def _copy_to(device: torch.device, tensor: Tensor, *, keep: bool) -> Tensor:
     """
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device, copy=keep)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor) if keep else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(kw_only=True, eq=False)

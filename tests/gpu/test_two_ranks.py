@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("rank.py")
 @cache
 def trained(device: str) -> dict[tuple[str, int], dict[str, Any]]:
     """What each rank found, by plan and rank. All plans in the same processes, whose start takes longest."""
-    env = {"PIPELOOM_COMPARE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    env = {"PIPELOOM_COMPARE": "0"}
     with tempfile.TemporaryDirectory() as folder:
         ends = processes.ends_of(*processes.start_ranks(2, SCRIPT, device, folder, *CASES, env=env))
         files = {key: Path(folder, f"{key[0]} {key[1]}.pt") for key in _keys()}

@@ -22,6 +22,7 @@ from pipeloom import Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import ConfigError, PeerError
 from pipeloom.planning import plan
+from pipeloom.ranks import result_of_rank_0
 from pipeloom.runtime import checkpoint_directory as files
 from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.connect import connect, watch_ranks
@@ -78,8 +79,10 @@ def _listening(pid: int) -> list[str]:
 
 
 def _sub_group(rank: int) -> None:
-    """Ranks 2 and 0 of the world are 1 and 0 of the pipeline; the world's own messages do not disturb."""
-    group = dist.new_group([0, 2])
+    """Ranks 2 and 0 of the world are 1 and 0 of the pipeline; the world's own messages do not disturb. In
+    another group rank 1 of the world is the first, which plans."""
+    others, group = dist.new_group([1, 2]), dist.new_group([0, 2])
+    assert rank == 0 or result_of_rank_0(others, lambda: f"planned by {rank}") == "planned by 1"
     if rank == 1:
         return
     with channel_on(group) as channel:

@@ -60,6 +60,7 @@ def stages_side_by_side(*, shard: bool = False) -> Plan:
 class Case:
     """saves: whether a second pipeline loads what the first has saved, and goes on.
     wide: whether its peaks are compared with what the allocator makes of it, too.
+    predicts: whether a step is forecast at the end.
     data: who gives batches."""
 
     job: Job
@@ -67,6 +68,7 @@ class Case:
     clip_norm: float | None = None
     saves: bool = False
     wide: bool = False
+    predicts: bool = False
     data: Literal["every", "first"] = "every"
 
 
@@ -85,7 +87,7 @@ CASES = {
     "towers, 2bw": Case(TOWERS, lambda: branches("2bw"), clip_norm=0.05, saves=True),
     "2bw": Case(LAYERS, lambda: delayed.steady_plan(LAYERS, 2, 2), clip_norm=0.05),
     "stash": Case(LAYERS, lambda: delayed.steady_plan(LAYERS, 2, 2, "stash")),
-    "width 2": Case(LAYERS, side_by_side, clip_norm=0.05),
+    "width 2": Case(LAYERS, side_by_side, clip_norm=0.05, predicts=True),
     "width 2, 2bw": Case(LAYERS, lambda: side_by_side(steady=True), clip_norm=0.05),
     "width 2, shares": Case(LAYERS, lambda: side_by_side(shard=True), clip_norm=0.05, saves=True),
     "width 2, shares, 2bw": Case(LAYERS, lambda: side_by_side(shard=True, steady=True)),
@@ -132,6 +134,7 @@ def trained(
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)
+        assert not case.predicts or pipeline.predict().step_s > 0
         params = parameters(pipeline)
     loaded: Any = None
     if case.saves:

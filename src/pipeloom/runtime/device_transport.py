@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,7 +30,16 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from ..ir.errors import ConfigError
 from .connect import BACKEND_PATIENCE
-from .transport import GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, Transport, ended_transfer
+from .transport import (
+    GlooTransport,
+    Group,
+    MakeGroup,
+    PendingTransfer,
+    SumGroup,
+    Transport,
+    ended_transfer,
+    first_line,
+)
 from .watch import Waiting, Watch
 
 UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
@@ -39,14 +48,12 @@ waits for whom is then told before the backend ends the process."""
 
 
 class Awaited(NamedTuple):
-    """A transfer that the computing stream waits for.
+    """A transfer that the computing stream waits for, between two marks: until the device has reached the
+    first it has other things to do. PyTorch's own object would keep the tensor alive."""
 
-    reached: a mark in front of that: until the device is there, it has other things to do.
-    """
-
-    work: dist.Work
     waiting: Waiting
     reached: torch.Event
+    passed: torch.Event
 
 
 class StreamWatchdog:
@@ -57,7 +64,7 @@ class StreamWatchdog:
     late: what the device waits for now, since it was seen to be there.
     """
 
-    def __init__(self, watch: Watch, timeout_s: float) -> None:
+    def __init__(self, watch: Watch, device: torch.device, timeout_s: float) -> None:
         self.watch = watch
         self.late: Waiting | None = None
         watch.device_waits = lambda: self.late
@@ -65,16 +72,19 @@ class StreamWatchdog:
         self._awaited: deque[Awaited] = deque()
         self._next: Awaited | None = None
         self._next_since_s = 0.0
+        self._device = device
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
         self._thread.start()
 
-    def add(self, work: dist.Work) -> None:
-        """The computing stream is told next to wait for `work`, of which the watch knows what it is."""
+    def order(self, work: dist.Work) -> None:
+        """Let the computing stream wait for `work`, of which the watch knows what it is."""
         assert self.watch.waiting is not None, "transfers are waited for in `Watch.wait`"
-        reached = torch.Event()
+        reached, passed = torch.Event(), torch.Event()
         reached.record()
-        self._awaited.append(Awaited(work, self.watch.waiting, reached))
+        work.wait()
+        passed.record()
+        self._awaited.append(Awaited(self.watch.waiting, reached, passed))
 
     def close(self) -> None:
         self._closed.set()
@@ -83,7 +93,9 @@ class StreamWatchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(0.2):
-            while self._awaited and self._awaited[0].work.is_completed():
+            if self._awaited:  # in this thread, too: to free a mark would else open the node's first device
+                torch.accelerator.set_device_index(self._device)
+            while self._awaited and self._awaited[0].passed.query():
                 self._awaited.popleft()
                 self.late = None
             if not self._awaited:
@@ -172,7 +184,7 @@ class DeviceTransport(Transport):
                 edge = make(f"messages {source} to {target}", int(self.rank == target), 2)
                 self._edges[source, target] = edge
                 (edge.send if self.rank == source else edge.recv)([token], int(self.rank == source), 0).wait()
-        self._lookout = StreamWatchdog(watch, timeout_s)
+        self._lookout = StreamWatchdog(watch, device, timeout_s)
 
     def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         try:
@@ -204,9 +216,18 @@ class DeviceTransport(Transport):
         groups = (*self._edges.values(), self._group, *self._open.values())
         self._aborted = True
         self._control.interrupt()
+        for group in groups:  # to abort one may wait for the device, and so for a transfer of another
+            threading.Thread(target=_abort, args=(group,), name="pipeloom-abort", daemon=True).start()
+
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Communicators are made here, too: the first sum of a row would block this thread, and take memory,
+        while receives are posted."""
+        super().open_groups(groups)
+        token = torch.zeros(1, device=self._device)
         for group in groups:
-            with suppress(RuntimeError):  # it has ended already
-                group.abort()
+            if group in self._open:
+                self._open[group].allreduce([token]).wait()
+        torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
         self._lookout.close()
@@ -219,6 +240,11 @@ class DeviceTransport(Transport):
 
     def _begun(self, work: dist.Work) -> PendingTransfer:
         return _Enqueued(self._lookout, work)
+
+
+def _abort(group: Group) -> None:
+    with suppress(RuntimeError):  # it has ended already
+        group.abort()
 
 
 @dataclass
@@ -234,17 +260,18 @@ class _Enqueued:
         buffer."""
         if not self.work.is_completed():
             return False
-        with suppress(RuntimeError):  # it was aborted: the watch knows why
-            self._order()
+        if not self.ordered:
+            with suppress(RuntimeError):  # it was aborted: the watch knows why
+                self.work.wait()
+            self.ordered = True
         return True
 
     def wait(self, timeout_s: float) -> None:
         """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
-        if not self.ordered:
-            self.lookout.add(self.work)
-        self._order()
-
-    def _order(self) -> None:
-        if not self.ordered:
-            self.work.wait()
-            self.ordered = True
+        if self.ordered:
+            return
+        try:
+            self.lookout.order(self.work)
+        except RuntimeError as error:
+            raise ConnectionError(first_line(error)) from None
+        self.ordered = True

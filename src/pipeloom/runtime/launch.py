@@ -399,9 +399,6 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     defaults = {
         # One thread per rank: the ranks of one machine share its cores.
         "OMP_NUM_THREADS": "1",
-        # Hardware queues, for CUDA. A receive that waits holds up whatever shares its queue, and a rank has
-        # more streams than the 8 queues of the default: ranks could wait for each other.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         # Errors come with our own words; torch's warnings about connections that end say the same at length.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # All ranks are on this machine, so nothing needs to be reachable from outside.

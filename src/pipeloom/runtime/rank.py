@@ -289,6 +289,7 @@ class Rank:
         self.reduce_and_step.update, self.reduce_and_step.variants = update, row.variants
         with torch.no_grad(), out_of_memory_told(self.ledger, lambda: self.watch.status):
             self.channel.begin(row.incoming, row.receives)
+            self._count_boundary()  # of the first receives
             for work in row.works:
                 self.watch.status = work.text
                 if self.operations.begun:

@@ -268,7 +268,7 @@ class GlooTransfer:
         except RuntimeError as error:
             if time.monotonic() - start >= 0.99 * timeout_s:
                 raise TimeoutError from None
-            raise ConnectionError(_first_line(error)) from None
+            raise ConnectionError(first_line(error)) from None
         self._done = True
         self._then()
 
@@ -286,7 +286,7 @@ class FutureTransfer:
         try:
             self._ended.result(timeout_s)
         except RuntimeError as error:
-            raise ConnectionError(_first_line(error)) from None
+            raise ConnectionError(first_line(error)) from None
 
 
 def ended_transfer(error: RuntimeError | None = None) -> FutureTransfer:
@@ -300,5 +300,5 @@ def _tag(index: int) -> int:
     return FIRST_TAG + index % MESSAGE_TAGS
 
 
-def _first_line(error: RuntimeError) -> str:
+def first_line(error: RuntimeError) -> str:
     return str(error).splitlines()[0]

@@ -293,14 +293,19 @@ class Watch:
         )
 
     def _failure_known(self, failure: Failure) -> None:
-        """Runs in a side thread."""
+        """Runs in a side thread. The clock of the hard end is another: what comes here may hang."""
+        if self._exit_after_s is not None:
+            given = failure, self._exit_after_s
+            threading.Thread(target=self._end_unless_noticed, args=given, daemon=True).start()
         try:
             self._write_recorded(failure)
         finally:
             self._interrupt()
-        if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
+
+    def _end_unless_noticed(self, failure: Failure, after_s: float) -> None:
+        if not self._main_knows.wait(after_s):
             print(
-                f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "
+                f"pipeloom: rank {self.rank} ends hard, as it did not notice for {after_s:g} s "
                 f"that {_in_short(peer_error(failure, self.rank))}",
                 file=sys.stderr,
                 flush=True,

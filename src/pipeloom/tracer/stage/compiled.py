@@ -169,17 +169,19 @@ def _has_node(arg: Any) -> bool:
 _aten = torch.ops.aten
 LEFT_IN_THEIR_INPUTS_SIZE = {
     *(_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default),
-    _aten.binary_cross_entropy.default,
+    *(_aten.binary_cross_entropy.default, _aten.col2im.default),
 }
-"""Losses whose one number PyTorch leaves in memory as large as their input; fake results say one number."""
+"""Losses whose one number PyTorch leaves in memory as large as their input, and the sum of overlapping blocks
+(`F.fold`), too. Fake results say otherwise."""
 
 
 def _left_bytes(node: fx.Node) -> int:
-    """Bytes of what a loss leaves its one number in: they go at once, because stages keep a clone."""
-    if node.target not in LEFT_IN_THEIR_INPUTS_SIZE or (result := node.meta["val"]).numel() > 1:
+    """Bytes of what such a result is left in: they go at once, because stages keep a clone."""
+    if node.target not in LEFT_IN_THEIR_INPUTS_SIZE:
         return 0
-    read = (t for source in node.all_input_nodes for t in tensors_of(source.meta["val"]))
-    return max(t.numel() for t in read) * int(result.element_size())
+    result = node.meta["val"]
+    largest = max(t.numel() for source in node.all_input_nodes for t in tensors_of(source.meta["val"]))
+    return largest * int(result.element_size()) if result.numel() < largest else 0
 
 
 def peak_bytes(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
