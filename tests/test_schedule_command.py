@@ -204,6 +204,9 @@ MISTAKES = [
     ("show own.py:offloads", 2, "own.py:offloads fails: ZeroDivisionError"),
     ("show 1f1b --update-every 2", 2, "add --weights stash or --weights 2bw"),
     ("show 1f1b --weights 2bw --update-every 2", 1, "runs 0F4 with weight version 1"),
+    ("show gpipe --weights 2bw --update-every 4", 1, "12 micro-batches or more"),
+    ("show forward_only --weights 2bw", 1, "no backwards"),
+    ("show interleaved:v=4 -v 2", 1, "leave one"),
 ]
 
 

@@ -1,5 +1,7 @@
 """The rule for weight versions, against the published counts and orders."""
 
+from dataclasses import replace
+
 import pytest
 import refusals
 from small import built, by_hand
@@ -85,12 +87,18 @@ def test_versions_that_are_kept_and_shared_and_whole_updates(made, stages, updat
         weight_versions(made, stages, updates)
 
 
-@pytest.mark.parametrize(("microbatches", "every"), [(2000, 1000), (9, 9)])
-def test_2bw_says_how_seldom_updates_may_be(microbatches: int, every: int) -> None:
-    """Of a long schedule too, without trying each number; and all updates have as many micro-batches."""
-    made = built("gpipe", 2, microbatches)
-    assert f"update every {every} micro-batches" in refused(made, Updates(policy="2bw"))
-    weight_versions(made, chain(2), Updates(policy="2bw", every=every))
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "every"),
+    [("1f1b", 8, 2000, 8), ("1f1b", 4, 9, 3), ("gpipe", 2, 9, 0), ("zb_v", 4, 20, 0)],
+)
+def test_2bw_says_how_seldom_updates_may_be(name: str, ranks: int, microbatches: int, every: int) -> None:
+    """Of a long schedule too, without trying each number; all updates have as many micro-batches, and some
+    use weights that were made. Where none can be so, no number is told."""
+    made, two = built(name, ranks, microbatches), Updates(policy="2bw")
+    told = refused(made, two)
+    assert (f"update every {every} micro-batches" in told) == bool(every), told
+    if every:
+        weight_versions(made, chain(ranks), replace(two, every=every))
 
 
 def test_slices_of_a_micro_batch_share_a_version() -> None:

@@ -86,6 +86,26 @@ def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
         formats.program_text(lower(registry.build("1f1b", skip, (0, 1, 2), 2), skip))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("0F0,0SEND_F0", "0SEND_F0,0F0"),
+        ("1RECV_F0,1F0", "1F0,1RECV_F0"),
+        ("0SEND_F1,", ""),
+        ("0SEND_F1,", "0SEND_F1,0SEND_F1,"),
+        ("0SEND_F1,", "0SEND_F7,"),
+        ("1SEND_B0,", "1SEND_F0,"),
+    ],
+)
+def test_transfers_that_are_not_those_of_the_chain_are_refused(old: str, new: str) -> None:
+    text = formats.program_text(lower(built("1f1b", 2, 2), chain(2)))
+    assert formats.parse_schedule(text).rows == built("1f1b", 2, 2).rows and old in text
+    with pytest.raises(ScheduleError):
+        formats.parse_schedule(text.replace(old, new))
+    with pytest.raises(ScheduleError, match="no other end"):
+        formats.parse_schedule(text.splitlines()[0])
+
+
 @pytest.mark.parametrize("name", ["zb_v", "gis", "hanayo"])
 def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     """torch matches messages by order; in a V a rank may wait for its neighbour's second message first."""

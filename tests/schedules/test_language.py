@@ -18,7 +18,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import placements
 from pipeloom.schedules.language.patterns import phases
-from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.recipe import Recipe, slips_refused
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler.choose import fastest, make, order
 from pipeloom.schedules.registry import shape_of
@@ -170,11 +170,19 @@ def test_entries_that_would_never_get_their_turn(rows: tuple[str, ...], kinds: s
         (lambda s: Recipe(clock=lambda stage, kind, b: None), "0B0"),  # type: ignore[arg-type, return-value]
         (lambda s: Recipe(priority=lambda a: 0, memory=lambda rank: None), "None"),  # type: ignore[arg-type, return-value]
         (lambda s: Recipe(priority=lambda a: 0, in_flight_stage="2"), "'2'"),  # type: ignore[arg-type]
+        (lambda s: Recipe(priority=str, before=lambda a: True), "before= .* too many"),  # type: ignore[arg-type, misc]
+        (lambda s: Recipe(priority=str, memory=lambda: 1), "memory= .* too many"),  # type: ignore[arg-type, misc]
+        (lambda s: Recipe(priority=str, kinds=None), "kinds=None"),  # type: ignore[arg-type]
+        (lambda s: Recipe(rows=3), "rows=3"),  # type: ignore[arg-type]
+        (lambda s: Recipe(priority=str, fill="w"), "fill='w'"),
+        (lambda s: Recipe(priority=str, drain=None), "drain=None"),  # type: ignore[arg-type]
+        (lambda s: Recipe(priority=str, overlap=(1.0,)), "overlap="),  # type: ignore[arg-type]
+        (lambda s: Recipe(priority=str, patience=-1), "patience=-1"),
     ],
 )
 def test_recipes_with_a_mistake_are_refused_with_a_sentence(family, word) -> None:
     with pytest.raises(ScheduleError, match=word):
-        fastest(shape_of(2, microbatches=2), family)
+        fastest(shape_of(2, microbatches=2), slips_refused(family))
 
 
 def test_limits_may_be_one_number_for_all() -> None:

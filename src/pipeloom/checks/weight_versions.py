@@ -54,14 +54,25 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
             f"{count} micro-batches make no whole number of updates of {every}",
             hint=f"use a multiple of {every}, or another number of micro-batches per update",
         )
+    return _followed(schedule, replace(updates, every=every))
+
+
+def _followed(schedule: Schedule, updates: Updates, *, trial: bool = False) -> tuple[StageVersions, ...]:
     stages: dict[int, _Weights] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
             stage = action.stage
             if stage not in stages:
-                stages[stage] = _Weights(schedule, rank, stage, replace(updates, every=every))
+                stages[stage] = _Weights(schedule, rank, stage, updates, trial=trial)
             stages[stage].run(action)
     return tuple(stages[stage].result() for stage in sorted(stages))
+
+
+def use_made_weights(schedule: Schedule, updates: Updates) -> bool:
+    """Whether a forward uses weights that an update of this schedule has made: with fewer micro-batches any
+    schedule keeps the rule, and it says nothing of more."""
+    last = schedule.microbatches // schedule.slices - 1
+    return updates.rule.version(last, updates.every, last // updates.every) > 0
 
 
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
@@ -170,14 +181,13 @@ class _Weights:
         return f"run fewer forwards ahead of the backwards on rank {self.rank}"
 
     def _runs_with(self, every: int) -> bool:
-        trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every), trial=True)
+        updates = replace(self.updates, every=every)
         try:
-            for other in self.schedule.rows[self.rank]:
-                if other.stage == self.stage:
-                    trial.run(other)
+            _followed(self.schedule, updates, trial=True)
+            _one_update_at_a_time(self.schedule, updates)
         except ScheduleError:
             return False
-        return True
+        return use_made_weights(self.schedule, updates)
 
     def _refuse_lost(self, action: Action, microbatch: int) -> None:
         limit, version = self.updates.limit, self.used[microbatch]

@@ -202,7 +202,7 @@ def refuse_shape(file: str) -> None:
     given = [option for name, option in names.items() if source(name) is ParameterSource.COMMANDLINE]
     if given:
         raise ConfigError(
-            f"{' and '.join(given)} were given, and the rows of {file} have their ranks and micro-batches",
+            f"the rows of {file} have their ranks and micro-batches, {' and '.join(given)} gives them others",
             hint=f"leave out {' and '.join(given)}; they are for schedules in Python files",
         )
 
@@ -344,11 +344,11 @@ def _present(
     from ..viewer.terminal import console, gantt
 
     schedule = simulated.schedule
+    stages = weights(simulated, updates)
     if html is not None:
         write_whole(html, schedule_page(simulated))
     if trace is not None:
         write_trace(trace, [simulated.timeline])
-    stages = weights(simulated, updates)
     versions: dict[str, Any] = {
         "policy": updates.policy,
         "update_every": updates.every,

@@ -185,7 +185,7 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
     """Read a file of either form without its transfers, which follow from the stages. A file that ends in
     .txt has rows as `str(schedule)` prints them, and may have declared operations too.
 
-    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
+    Raises: ScheduleError if a cell cannot be read, a stage stands in two rows, or transfers do not fit.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -198,7 +198,7 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
             f"{path} is no list of actions",
             hint=f"if it is a plan, `pipeloom simulate {path} MODEL` draws its step",
         )
-    parse = parse_text if path.suffix == ".txt" else parse_schedule
+    parse = parse_text if path.suffix.lower() == ".txt" else parse_schedule
     try:
         return parse(text, name=name or path.stem)
     except ScheduleError as error:
@@ -206,7 +206,7 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
-    rows: list[list[Action]] = []
+    steps: list[list[Action]] = []
     pairs: list[Pair] = []
     try:
         cells = list(csv.reader(io.StringIO(text, newline=None)))
@@ -215,17 +215,53 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
             f"this is no CSV text: {error}", hint="write one row per rank, its actions separated by commas"
         ) from None
     for rank, line in enumerate(cells):
-        rows.append([])
+        steps.append([])
         for column, cell in enumerate(line):
             actions = _read(cell.strip(), rank, column)
-            rows[rank] += actions
+            steps[rank] += actions
             if len(actions) == 2:
                 pairs.append((actions[0], actions[1]))
-    return from_rows(rows, pairs, name=name)
+    rows = [[step for step in row if not step.is_transfer] for row in steps]
+    schedule = from_rows(rows, pairs, name=name)
+    if rows != steps:
+        _refuse_transfers(steps, schedule)
+    return schedule
+
+
+def _refuse_transfers(steps: Sequence[Sequence[Action]], schedule: Schedule) -> None:
+    """Those of a file are not run here, but elsewhere they would be: they must be those of the chain."""
+    messages: dict[bool, dict[tuple[int, int], list[Action]]] = {True: {}, False: {}}
+    made = set[tuple[int, Kind, int]]()
+    for rank, row in enumerate(steps):
+        for step in row:
+            kind = F if step.kind in (F, SEND_F, RECV_F) else I if step.kind in (B, I, SEND_B, RECV_B) else W
+            if not step.is_transfer:
+                made.add((step.stage, kind, step.microbatch))
+                continue
+            if not 0 <= step.peer < schedule.stages or schedule.placement[step.peer] == rank:
+                raise ScheduleError(f"{step} has no other end", hint="see whether a rank's row is missing")
+            if ((step.stage, kind, step.microbatch) in made) != step.sends:
+                raise ScheduleError(
+                    f"{step} stands in the wrong place in the row of rank {rank}",
+                    hint="sends go behind what makes them, receives in front of what reads them",
+                )
+            peer = schedule.placement[step.peer]
+            ends, message = ((rank, peer), step) if step.sends else ((peer, rank), step.other_end)
+            messages[step.sends].setdefault(ends, []).append(message)
+    for source, target in sorted(messages[True].keys() | messages[False].keys()):
+        sent, received = (messages[sends].get((source, target), []) for sends in (True, False))
+        count = schedule.microbatches * len({(step.stage, step.kind) for step in (*sent, *received)})
+        if sent != received or len(set(sent)) != count:
+            raise ScheduleError(
+                f"rank {source} sends {len(sent)} messages to rank {target}, which receives "
+                f"{len(received)}, others or in another order",
+                hint="leave all transfers out: they follow from the stages; or let `export --transfers` "
+                "write them",
+            )
 
 
 def _read(cell: str, rank: int, column: int) -> list[Action]:
-    """The compute actions of one cell: none for a transfer or an empty cell, two for an overlapped pair."""
+    """The actions of one cell: none for an empty one, two for an overlapped pair."""
     if not cell or _SHARDED.fullmatch(cell):
         return []
     if pair := _OVERLAP.fullmatch(cell):
@@ -236,5 +272,5 @@ def _read(cell: str, rank: int, column: int) -> list[Action]:
             f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
             hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W, copies, transfers",
         )
-    kind = Kind(match[2])
-    return [] if kind in TRANSFERS else [Action(int(match[1]), kind, int(match[3]))]
+    stage, kind = int(match[1]), Kind(match[2])
+    return [Action(stage, kind, int(match[3]), stage + _PEER[kind] if kind in _PEER else -1)]

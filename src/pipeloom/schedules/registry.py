@@ -40,7 +40,7 @@ from .language.names import (
     parse_name,
 )
 from .language.placements import RankTable, both_ways, loop, spread, wave
-from .language.recipe import Recipe
+from .language.recipe import Recipe, slips_refused
 from .language.shape import Shape, options
 from .list_scheduler.choose import fastest
 
@@ -230,7 +230,7 @@ def entry(name: str) -> Entry:
             f"{parsed.given} is {of_type(found)} and not a schedule",
             hint="name a function that takes a Shape and returns a Recipe",
         )
-    return Entry(recipe=found, about="your own")
+    return Entry(recipe=slips_refused(found), about="your own")
 
 
 def build(
@@ -361,7 +361,11 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     """
     library_entry = entry(name)
     place = library_entry.place
-    chunks = parse_name(name).chunks_in(place) or chunks
+    if (own := parse_name(name).chunks_in(place)) and chunks not in (0, own):
+        raise ScheduleError(
+            f"{name} has {own} stages on each rank, -v gives it {chunks}", hint="leave one of them out"
+        )
+    chunks = own or chunks
     if library_entry.table is not None:
         table = _table_of(name, library_entry, ranks)
         count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ..checks.schedules import check
 from ..checks.updates import UpdateProof, prove_updates
-from ..checks.weight_versions import StageVersions, versions, weight_versions
+from ..checks.weight_versions import StageVersions, use_made_weights, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -20,7 +20,7 @@ from ..ir.plan import load_plan
 from ..ir.profile import Profile
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain, replicate
-from ..ir.text import format_bytes, load_noun, parse_bytes
+from ..ir.text import format_bytes, load_noun, parse_bytes, show_microbatches
 from ..ir.timeline import Timeline
 from ..ir.weight_policies import Updates
 from ..lowering.passes import lower
@@ -391,10 +391,19 @@ def updates_of(name: str) -> Updates:
 
 
 def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
+    schedule = simulated.schedule
     if updates.rule.flushes:
         return ()
-    weight_versions(simulated.schedule, simulated.stages, updates)
-    return versions(simulated.schedule, updates)
+    if not schedule.columns.trains:
+        raise ScheduleError(f"{schedule.name} has no backwards, so nothing updates its weights")
+    weight_versions(schedule, simulated.stages, updates)
+    if not use_made_weights(schedule, updates):
+        raise ScheduleError(
+            f"with so few updates every micro-batch of {schedule.name} uses the first weights, which says "
+            f"nothing of {updates.policy}",
+            hint=f"give it {show_microbatches(3 * updates.every)} or more",
+        )
+    return versions(schedule, updates)
 
 
 def prove(simulated: SimulatedSchedule, updates: Updates) -> UpdateProof | None:

@@ -46,6 +46,8 @@ def test_check_takes_what_a_search_wrote(folder: Path) -> None:
     assert "no rank can move" in bad(1, "schedule", "check", "edited.py:found", "-p", "2")
     Path("rows.txt").write_text("0F0 0B0\n")
     assert "-p and -m" in bad(2, "schedule", "check", "rows.txt", "-p", "2", "-m", "4")
+    file.write_text(file.read_text().replace("bytes =", "# bytes ="))
+    assert "no stage has any" in bad(2, "schedule", "search", file, "-m", "4", "--memory", "2")
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=["whole", "split"])

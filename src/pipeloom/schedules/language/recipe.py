@@ -18,12 +18,15 @@ A family may return several recipes: the fastest for these costs that keeps to i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import signature
 from math import isnan
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ...ir.action import Action, Kind
+from ...ir.action import KINDS, Action, Kind
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
 from .shape import Shape, path_clock
@@ -125,6 +128,61 @@ class Recipe:
                 hint="use F, FB, FIW or, with rows=, FBIW; further kinds go with insert=",
             )
         return tuple(map(Kind, text))
+
+
+_ARGUMENTS = {
+    **dict.fromkeys(
+        ("kinds", "rows", "memory", "in_flight", "in_flight_stage", "memory_bytes", "priority"), 1
+    ),
+    **{"clock": 3, "before": 2, "together": 2},
+}
+"""How many arguments a recipe's functions get."""
+
+
+def refuse_slips(recipe: Recipe) -> None:
+    """What a hand writes wrongly, before it fails far away or does nothing. Raises: ScheduleError."""
+    for name, count in _ARGUMENTS.items():
+        if callable(given := getattr(recipe, name)):
+            try:
+                with suppress(ValueError):  # of some builtin functions nothing is known
+                    signature(given).bind(*range(count))
+            except TypeError as error:
+                raise ScheduleError(
+                    f"{name}= of a recipe: {error}",
+                    hint=f"it is called with {count} argument{'s' * (count > 1)}: see `Recipe`",
+                ) from None
+    ends = recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap,) * 2
+    right = {
+        "kinds": isinstance(recipe.kinds, str) or callable(recipe.kinds),
+        "rows": recipe.rows is None or callable(recipe.rows) or isinstance(recipe.rows, Sequence),
+        "patience": is_number(recipe.patience) and recipe.patience >= 0,
+        "overlap": len(ends) == 2 and all(is_number(share) and share >= 0 for share in ends),
+        "level": isinstance(recipe.level, bool),
+        "slices": isinstance(recipe.slices, int) and not isinstance(recipe.slices, bool),
+        **{name: _names_kinds(getattr(recipe, name)) for name in ("fill", "drain")},
+    }
+    if wrong := [name for name, good in right.items() if not good]:
+        raise ScheduleError(
+            f"a recipe with {wrong[0]}={getattr(recipe, wrong[0])!r}", hint=f"see `{wrong[0]}` of `Recipe`"
+        )
+
+
+def _names_kinds(given: object) -> bool:
+    return isinstance(given, Sequence) and all(one in KINDS for one in given)
+
+
+def slips_refused(family: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of a `Shape`, whose recipes are looked at."""
+
+    @wraps(family)
+    def looked_at(*args: Any, **options: Any) -> Any:
+        answer = family(*args, **options)
+        for one in answer if isinstance(answer, Sequence) else (answer,):
+            if isinstance(one, Recipe):
+                refuse_slips(one)
+        return answer
+
+    return looked_at
 
 
 def steady_paces(

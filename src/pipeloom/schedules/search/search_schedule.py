@@ -125,6 +125,11 @@ class StagesToSchedule:
                 f"--memory has {len(parts)} limits for {self.ranks} ranks",
                 hint="give one for all ranks, or one per rank with commas",
             )
+        if not any(stage.residual_bytes for stage in self.stages):
+            raise ConfigError(
+                f"--memory {memory or self.memory} limits residuals, and no stage has any",
+                hint="write bytes = 1 at each stage to count micro-batches, or what its residuals take",
+            )
         return tuple(_size(part, self.unit, "--memory") for part in parts * (self.ranks // len(parts)))
 
 
