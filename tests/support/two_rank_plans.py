@@ -114,7 +114,8 @@ def trained(
     case: Case, device: str, folder: Path, waits: AbstractContextManager[list[Any]] | None = None
 ) -> dict[str, Any]:
     """Losses of four steps and of an evaluation, the parameters, and what a second pipeline makes of a
-    checkpoint. peaks: of the ledger, and of the device as `taken` has them.
+    checkpoint. peaks: of the ledger, and of the device as `taken` has them; and the largest message of several
+    values, which the ledger counts once while it is packed.
 
     waits: finds those of the host, in the fourth step.
     """
@@ -130,7 +131,9 @@ def trained(
         with waits or nullcontext([]) as found:
             losses.append(pipeline.step(batches[3]))
         held = [taken(what, "peak") - less for what, less in before.items()]
-        peaks = [pipeline.ledger.peak, *held]
+        between = pipeline.stages.between.values()
+        packed = max((sum(v.bytes for v in values) for values in between if len(values) > 1), default=0)
+        peaks = [pipeline.ledger.peak, *held, packed]
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)
