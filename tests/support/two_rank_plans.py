@@ -114,8 +114,8 @@ def trained(
     case: Case, device: str, folder: Path, waits: AbstractContextManager[list[Any]] | None = None
 ) -> dict[str, Any]:
     """Losses of four steps and of an evaluation, the parameters, and what a second pipeline makes of a
-    checkpoint. peaks: of the ledger, and of the device as `taken` has them; and the largest message of several
-    values, which the ledger counts once while it is packed.
+    checkpoint. peaks: of the ledger, and of the device as `taken` has them; and the bytes of the largest
+    message of several values, which the ledger counts once while it is packed.
 
     waits: finds those of the host, in the fourth step.
     """
