@@ -330,10 +330,10 @@ class Pipeline:
         return run
 
     def _load_kernels(self) -> None:
-        """Do this rank's actions once, without the others. To load a kernel CUDA may wait for all that runs,
-        and so for a receive that was posted ahead, whose sender waits for what this rank is to do."""
+        """Do this rank's actions once, without the others. To load a kernel, and to pin memory, CUDA may wait
+        for all that runs, and so for a receive that was posted ahead, whose sender waits for this rank."""
         with self._call("the first run of its kernels"), attributes_kept(self.captured.blueprint.model):
-            self.forecast().rehearsal().time_actions(1)
+            self.forecast().rehearsal().time_actions(1 if self.tier is None else None)
             torch.accelerator.synchronize(self.device)
 
     def _peak_flops_per_s(self) -> float | None:
