@@ -16,7 +16,7 @@ from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime import channel
 from pipeloom.runtime.channel import Channel, local_channels, meeting
-from pipeloom.runtime.messages import ALIGNMENT, Message, pack, unpack
+from pipeloom.runtime.messages import ALIGNMENT, Message, as_bytes, unpack
 from pipeloom.tracer.tensors import has_order
 
 Body = Callable[[Channel], object]
@@ -234,14 +234,15 @@ def values(draw: st.DrawFn) -> Value:
 
 
 @given(st.lists(values(), max_size=5))
-def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
+def test_what_lies_in_a_buffer_is_unpacked(parts: list[Value]) -> None:
     this = exchanges.message("0SEND_F2>1", 0, 1, *parts)
     tensors = [torch.randint(0, 2, v.shape).to(getattr(torch, v.dtype)) for v in parts]
     assert this.fits(tensors) and not this.fits([*tensors, torch.zeros(1)])
     for others in ([t[None] for t in tensors], [torch.zeros_like(t, dtype=torch.int8) for t in tensors]):
         assert this.fits(others) == (not parts)
     buffer = torch.empty(this.bytes, dtype=torch.uint8)
-    pack(this, tensors, buffer)
+    for value, tensor, start in zip(parts, tensors, this.offsets, strict=True):
+        buffer[start : start + value.bytes] = as_bytes(tensor, value.order)
     found = unpack(this, buffer)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found, strict=True))
     assert all(start % ALIGNMENT == 0 for start in this.offsets)

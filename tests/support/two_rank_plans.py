@@ -29,7 +29,7 @@ LAYERS = delayed.job_of("momentum")
 
 
 def chain(*treatments: str, ahead: tuple[int, ...] = (), rows: int = 16) -> Plan:
-    """Its messages have two values, so they are packed."""
+    """Its messages have two values."""
     plan = runs.even_plan(PRODUCTS, 2, microbatches=4, microbatch_size=rows, schedule="1f1b")
     return runs.treated_plan(PRODUCTS, plan, *treatments, ahead=ahead) if treatments else plan
 
@@ -114,8 +114,7 @@ def trained(
     case: Case, device: str, folder: Path, waits: AbstractContextManager[list[Any]] | None = None
 ) -> dict[str, Any]:
     """Losses of four steps and of an evaluation, the parameters, and what a second pipeline makes of a
-    checkpoint. peaks: of the ledger, and of the device as `taken` has them; and the bytes of the largest
-    message of several values, which the ledger counts once while it is packed.
+    checkpoint. peaks: of the ledger, and of the device as `taken` has them.
 
     waits: finds those of the host, in the fourth step.
     """
@@ -131,9 +130,7 @@ def trained(
         with waits or nullcontext([]) as found:
             losses.append(pipeline.step(batches[3]))
         held = [taken(what, "peak") - less for what, less in before.items()]
-        between = pipeline.stages.between.values()
-        packed = max((sum(v.bytes for v in values) for values in between if len(values) > 1), default=0)
-        peaks = [pipeline.ledger.peak, *held, packed]
+        peaks = [pipeline.ledger.peak, *held]
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)

@@ -32,10 +32,9 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented names
 
 from ..ir.errors import PeerError, PipeloomError
-from ..tracer.tensors import has_order, permute_to_memory
 from .board import Board
 from .device_transport import DeviceTransport, device_group
-from .messages import Message, as_bytes, pack, unpack
+from .messages import Message, as_bytes, unpack
 from .transport import (
     SMALL_BYTES,
     GlooTransport,
@@ -44,6 +43,8 @@ from .transport import (
     Transport,
     ended_transfer,
     gloo_group,
+    joined,
+    parts_of,
 )
 from .watch import Watch
 
@@ -63,12 +64,13 @@ POLL_S = 1e-4
 class MessageSource:
     """The messages of one source in this step, and how far this rank is with them.
 
-    earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
+    values: of its messages that had a receive posted, since the start.
+    waiting_for: key -> index, of those not received yet.
     received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
     upto: item i is how many there are up to the last sent of those i + 1 that this rank receives first.
     """
 
-    earlier: int = 0
+    values: int = 0
     messages: tuple[Message, ...] = ()
     with_buffer: int = 0
     posted: int = 0
@@ -84,12 +86,12 @@ class MessageSource:
 
 @dataclass
 class PostedSend:
-    """A message under way. number: among all sends.  buffer: kept alive until it has ended."""
+    """A message under way. number: among all sends.  buffers: kept alive until it has ended."""
 
     number: int
     message: Message
     transfer: PendingTransfer
-    buffer: Tensor
+    buffers: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,30 +177,31 @@ class Channel:
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Post a send. The tensors must not be written to afterwards.
 
-        One tensor that lies in memory as the message has it is sent from there; others are packed first.
+        Each is sent by itself, from where it lies, unless its dimensions lie there in another order: a copy
+        of all in one piece would be there beside them.
         """
         assert message.fits(tensors), f"{message.key} carries other values"
         self.watch.check()
         self._free_finished_sends()
         self._post_receives()
-        # The transport pairs a send with the receive of the same index: so both ends count all messages since
-        # the start, in the order of the sender, and those without bytes too.
-        index = self._sent_to.get(message.target, 0)
-        self._sent_to[message.target] = index + 1
-        if not message.bytes:
-            return  # the receiver knows the shapes: nothing needs to travel
-        order = message.values[0].order
-        if len(tensors) == 1 and has_order(tensors[0], order):
-            buffer = as_bytes(permute_to_memory(tensors[0], order))
-            self._held_bytes += message.bytes
-        else:
-            buffer = self._buffer(message)
-            pack(message, tensors, buffer)
-        transfer = self._transport.send(buffer, message.target, index)
-        small = message.bytes <= SMALL_BYTES and buffer.device.type == "cpu"
-        sends = self._small_sends if small else self._sends
+        small = message.bytes <= SMALL_BYTES and self._device.type == "cpu"
+        buffers, transfers = [], []
+        for value, tensor in zip(message.values, tensors, strict=True):
+            if not value.bytes:
+                continue  # the receiver knows the shape: nothing needs to travel
+            buffers.append(buffer := as_bytes(tensor, value.order))
+            # The transport pairs a send with the receive of the same index: so both ends count all values
+            # since the start, in the order of the sender.
+            index = self._sent_to.get(message.target, 0)
+            self._sent_to[message.target] = index + 1
+            transfer = self._transport.send(buffer, message.target, index)
+            transfers.append(transfer if small else self._transport.watched(transfer, message.target))
+        if not transfers:
+            return
+        self._held_bytes += message.bytes
         self._send_count += 1
-        sends.append(PostedSend(self._send_count, message, transfer, buffer))
+        sends = self._small_sends if small else self._sends
+        sends.append(PostedSend(self._send_count, message, joined(transfers), buffers))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -276,11 +279,11 @@ class Channel:
         self._small_sends = self._unfinished(self._small_sends)
         # Without a flush steps follow each other, and no wait tells of the end of small ones.
         for sent in self._small_sends:
-            sent.transfer = self._transport.watched(sent.transfer, sent.message.target)
+            target = sent.message.target
+            sent.transfer = joined([self._transport.watched(t, target) for t in parts_of(sent.transfer)])
         self._sends = sorted([*self._sends, *self._small_sends], key=lambda sent: sent.number)
         self._small_sends = []
         for source in self._sources.values():
-            source.earlier += len(source.messages)
             source.messages = ()
             source.with_buffer = source.posted = source.received = 0
 
@@ -376,11 +379,13 @@ class Channel:
             while source.posted < source.with_buffer:
                 message = source.messages[source.posted]
                 buffer = self._unposted.pop(message.key)
-                transfer: PendingTransfer = ended_transfer()
-                if message.bytes:
-                    index = source.earlier + source.posted
-                    transfer = self._transport.receive(buffer, message.source, index)
-                self._receives[message.key] = buffer, transfer
+                transfers = []
+                for value, start in zip(message.values, message.offsets, strict=True):
+                    if value.bytes:
+                        part = buffer[start : start + value.bytes]
+                        transfers.append(self._transport.receive(part, message.source, source.values))
+                        source.values += 1
+                self._receives[message.key] = buffer, joined(transfers)
                 source.posted += 1
 
     def _wait_for_sum(self, group: SumGroup | None, transfer: PendingTransfer) -> None:

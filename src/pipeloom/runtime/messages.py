@@ -1,7 +1,7 @@
 """Messages between ranks, and their bytes on the wire.
 
-A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
-starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
+A message is the list of values that one SEND carries. Each travels by itself. The receiver has one flat
+buffer for all, each value starting at a multiple of 64 bytes, so that it hands out typed views and copies
 nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.tensors`):
 
     values   h: float32[3]          mask: bool[5]
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ir.graph import Value
-from ..tracer.tensors import view_in_order
+from ..tracer.tensors import DimOrder, copy_in_order, has_order, permute_to_memory, view_in_order
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""
@@ -53,7 +53,7 @@ class Message:
 
     @cached_property
     def bytes(self) -> int:
-        """Length on the wire: up to the end of the last value."""
+        """Of the receiver's buffer: up to the end of the last value."""
         return self.offsets[-1] + self.values[-1].bytes if self.values else 0
 
     @cached_property
@@ -66,15 +66,10 @@ class Message:
         return [(tensor.shape, tensor.dtype) for tensor in tensors] == announced
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor without gaps seen as flat bytes, as they lie in memory, without a copy."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def pack(message: Message, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy the values to their places in a flat buffer of `message.bytes` bytes."""
-    for view, tensor in zip(unpack(message, buffer), tensors, strict=True):
-        view.copy_(tensor.detach())
+def as_bytes(tensor: Tensor, order: DimOrder) -> Tensor:
+    """A tensor as flat bytes, as they lie in memory if its dimensions have this order; else a copy of it."""
+    lying = tensor.detach() if has_order(tensor, order) else copy_in_order(tensor.detach(), order)
+    return permute_to_memory(lying, order).view(-1).view(torch.uint8)
 
 
 def unpack(message: Message, buffer: Tensor) -> list[Tensor]:

@@ -499,10 +499,10 @@ class Rank:
                 other = self.kept[reader.stage, work.key[1]]
                 other.inputs |= values
                 other.local_bytes += reader.bytes
-                self._local_bytes += reader.bytes
             else:
                 kept.sends_left += 1
                 kept.outputs |= values
+            self._local_bytes += reader.bytes
 
     def _hand_back(self, work: RankWork, kept: Kept, input_grads: Mapping[str, Tensor]) -> None:
         """Give a backward's input gradients to stages on this rank; keep for SEND_B what others need.
@@ -520,12 +520,14 @@ class Rank:
                     kept.input_grads[value.name] = grad
             if source.values and not source.here:
                 kept.sends_left += 1
+                self._local_bytes += source.bytes
 
     def _send(self, work: RankWork) -> None:
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
         values = kept.outputs if work.kind == SEND_F else kept.input_grads
         self.channel.send(message, [values[v.name] for v in message.values])
+        self._local_bytes -= sum(v.bytes for v in message.values)
         kept.sends_left -= 1
         if not kept.sends_left:
             values.clear()

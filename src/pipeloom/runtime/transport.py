@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -294,6 +295,30 @@ def ended_transfer(error: RuntimeError | None = None) -> FutureTransfer:
     ended: Future[None] = Future()
     ended.set_result(None) if error is None else ended.set_exception(error)
     return FutureTransfer(ended)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Several transfers that are waited for as one."""
+
+    parts: tuple[PendingTransfer, ...]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def wait(self, timeout_s: float) -> None:
+        for part in self.parts:
+            part.wait(timeout_s)
+
+
+def joined(parts: Sequence[PendingTransfer]) -> PendingTransfer:
+    """One transfer that ends when all of them have."""
+    return parts[0] if len(parts) == 1 else _Joined(tuple(parts)) if parts else ended_transfer()
+
+
+def parts_of(transfer: PendingTransfer) -> Sequence[PendingTransfer]:
+    """What `joined` made one of."""
+    return transfer.parts if isinstance(transfer, _Joined) else (transfer,)
 
 
 def _tag(index: int) -> int:
