@@ -1,6 +1,7 @@
 """The groups that NCCL gets: their limits, and their end. torch.distributed's calls are stood in for, or gloo
 makes the groups."""
 
+import threading
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ def test_a_failure_aborts_all_groups_and_an_end_shuts_down_those_that_were_made(
     if fails:
         made._control.interrupt = lambda: None  # it has tests of its own
         made.interrupt()
+        for thread in (t for t in threading.enumerate() if t.name == "pipeloom-abort"):
+            thread.join()
     made.close()
     made.close()
     theirs = ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)"]

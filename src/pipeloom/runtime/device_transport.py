@@ -227,7 +227,6 @@ class DeviceTransport(Transport):
         for group in groups:
             if group in self._open:
                 self._open[group].allreduce([token]).wait()
-        torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
         self._lookout.close()
