@@ -172,7 +172,7 @@ def limit_memory(device: torch.device, cap_bytes: int) -> Callable[[], None]:
     if limit is None:
         return lambda: None
     _, whole = torch.accelerator.get_memory_info(device)
-    most = torch.accelerator.memory_reserved(device) + CAP_SLACK * cap_bytes
+    most = torch.accelerator.memory_allocated(device) + CAP_SLACK * cap_bytes
     limit(min(1.0, most / whole), device)
     return lambda: limit(1.0, device)
 

@@ -146,7 +146,7 @@ TWO_RANKS = {
     "a message is not waited for": Mutation(
         _Enqueued, "wait", not_waited_for(" from rank"), "race: .* recv .* writes", "chain"),
     "a message is sent beside the computation": Mutation(
-        Channel, "send", beside, "race: copy_ .* reads", "chain"),
+        Channel, "send", beside, "race: send .* reads", "chain"),
     "receives are posted beside the computation": Mutation(
         Channel, "_post_receives", beside, "race: recv .* writes", "chain"),
     "a recomputation runs beside the rest": Mutation(
