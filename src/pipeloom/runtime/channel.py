@@ -186,8 +186,8 @@ class Channel:
         self._post_receives()
         small = message.bytes <= SMALL_BYTES and self._device.type == "cpu"
         buffers, transfers = [], []
-        for value, tensor in zip(message.values, tensors, strict=True):
-            if not value.bytes:
+        for value, size, tensor in zip(message.values, message.sizes, tensors, strict=True):
+            if not size:
                 continue  # the receiver knows the shape: nothing needs to travel
             buffers.append(buffer := as_bytes(tensor, value.order))
             # The transport pairs a send with the receive of the same index: so both ends count all values
@@ -380,9 +380,9 @@ class Channel:
                 message = source.messages[source.posted]
                 buffer = self._unposted.pop(message.key)
                 transfers = []
-                for value, start in zip(message.values, message.offsets, strict=True):
-                    if value.bytes:
-                        part = buffer[start : start + value.bytes]
+                for size, start in zip(message.sizes, message.offsets, strict=True):
+                    if size:
+                        part = buffer[start : start + size]
                         transfers.append(self._transport.receive(part, message.source, source.values))
                         source.values += 1
                 self._receives[message.key] = buffer, joined(transfers)

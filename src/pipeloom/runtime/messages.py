@@ -43,6 +43,16 @@ class Message:
     values: tuple[Value, ...]
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each value."""
+        return tuple(value.bytes for value in self.values)
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Of all values, without the gaps between them in the receiver's buffer."""
+        return sum(self.sizes)
+
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each value starts, in bytes."""
         starts, end = [], 0

@@ -230,7 +230,7 @@ class Rank:
         self.tier = tier
         self.kept: defaultdict[tuple[int, int], Kept] = defaultdict(Kept)
         self._copies: dict[Copy, Kept] = {}
-        self._local_bytes = 0
+        self._handed_over_bytes = 0
         self._training = True
         self._microbatches: Sequence[Microbatch] = ()
         self._losses: dict[int, Tensor] = {}
@@ -333,7 +333,7 @@ class Rank:
         self._copies.clear()
         for kept in self.kept.values():
             self._release_inputs(kept)
-        self._local_bytes = 0
+        self._handed_over_bytes = 0
         self.kept.clear()
         self.weights.discard_gradients()
         for kind in ("residuals", "transient"):
@@ -502,7 +502,7 @@ class Rank:
             else:
                 kept.sends_left += 1
                 kept.outputs |= values
-            self._local_bytes += reader.bytes
+            self._handed_over_bytes += reader.bytes
 
     def _hand_back(self, work: RankWork, kept: Kept, input_grads: Mapping[str, Tensor]) -> None:
         """Give a backward's input gradients to stages on this rank; keep for SEND_B what others need.
@@ -520,14 +520,14 @@ class Rank:
                     kept.input_grads[value.name] = grad
             if source.values and not source.here:
                 kept.sends_left += 1
-                self._local_bytes += source.bytes
+                self._handed_over_bytes += source.bytes
 
     def _send(self, work: RankWork) -> None:
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
         values = kept.outputs if work.kind == SEND_F else kept.input_grads
         self.channel.send(message, [values[v.name] for v in message.values])
-        self._local_bytes -= sum(v.bytes for v in message.values)
+        self._handed_over_bytes -= message.sent_bytes
         kept.sends_left -= 1
         if not kept.sends_left:
             values.clear()
@@ -549,7 +549,7 @@ class Rank:
         for message in kept.received:
             self.channel.release(message)
         kept.received = []
-        self._local_bytes -= kept.local_bytes
+        self._handed_over_bytes -= kept.local_bytes
         kept.local_bytes = 0
 
     # Copies of residuals
@@ -641,7 +641,7 @@ class Rank:
 
     def _count_boundary(self, doing: str = "") -> None:
         """Enter what messages and values between stages take now."""
-        self.ledger.set("boundary", self.channel.held_bytes + self._local_bytes, doing)
+        self.ledger.set("boundary", self.channel.held_bytes + self._handed_over_bytes, doing)
         self.recorder.level(self.ledger.total)
 
     def _make_room_under_cap(self, work: RankWork, cap_bytes: int) -> None:
